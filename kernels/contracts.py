@@ -1,0 +1,186 @@
+"""What every kernel backend offers: one Protocol an op folder. A backend is a module with these function names.
+
+Legend: T tokens, H q/k heads, G value heads (G = n H; value head g uses q/k head g * H // G), K key dim, V value dim,
+N segments, C channels, W conv width, D hidden, I indexer heads, X indexer dim, S selected keys, L visible rows,
+R latent rank (kv_lora_rank), P rope dim, E experts, A experts a token, B blocks (AttnRes).
+
+Segments of one call are given by `offsets`, N+1 row numbers from 0 to T; empty segments and T = 0 are legal everywhere.
+Inputs are never changed; outputs may be any dtype that the docstring names. Everything that the docstring calls fp32 is
+computed in fp32 (fp64 when the inputs are fp64: the references double as oracles).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from longprefill.kernels.paged import PagedRows
+
+
+class Summary(NamedTuple):
+    """The affine map of a fragment, `S_out = transition @ S_in + state`. `transition` None means exactly zero."""
+
+    state_GKV: torch.Tensor
+    transition_GKK: torch.Tensor | None
+
+
+class KdaScan(NamedTuple):
+    out_TGV: torch.Tensor
+    state_NGKV: torch.Tensor
+    """fp32 state after each segment; an empty segment hands on its initial state."""
+
+
+class KdaKernels(Protocol):
+    """Kimi Delta Attention (spec: arXiv 2510.26692; README in kernels/kda). State [G, K, V] fp32, decay first, output read
+    after the update. Valid for every gate in [-inf, 0]; strictly causal."""
+
+    def gate(
+        self, x_TGK: torch.Tensor, a_log_G: torch.Tensor, dt_bias_GK: torch.Tensor, lower_bound: float | None
+    ) -> torch.Tensor:
+        """Log decay g, fp32. `lower_bound` None: -exp(A_log) softplus(x + dt_bias); else lower_bound sigmoid(exp(A_log)(x + dt_bias))."""
+        ...
+
+    def l2_normalize(self, x_THK: torch.Tensor) -> torch.Tensor:
+        """x / sqrt(sum x^2 + 1e-6) over the last dim, in fp32, result fp32."""
+        ...
+
+    def prepare(
+        self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_TGV: torch.Tensor, g_TGK: torch.Tensor, beta_TG: torch.Tensor,
+        *, offsets: Sequence[int], scale: float,
+    ) -> Any:  # fmt: skip
+        """The state-independent part of every tile of every segment, shared by `summarize` and `scan` (opaque to callers).
+        q, k are already normalized; g is the fp32 log decay, beta in [0, 2]; `scale` multiplies the output (K ** -0.5)."""
+        ...
+
+    def summarize(self, prepared: Any, segment: int, *, initial_state_GKV: torch.Tensor | None = None) -> Summary:
+        """[E | M] of one segment, fp32. With an initial state given, E is the true final state and transition is None."""
+        ...
+
+    def scan(self, prepared: Any, initial_state_NGKV: torch.Tensor | None) -> KdaScan:
+        """Outputs (dtype of v) and final states of all segments from their initial states (None: zeros)."""
+        ...
+
+    def step(
+        self, q_HK: torch.Tensor, k_HK: torch.Tensor, v_GV: torch.Tensor, g_GK: torch.Tensor, beta_G: torch.Tensor,
+        state_GKV: torch.Tensor, *, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """One token of decode: (out [G, V], new state)."""
+        ...
+
+
+class ConvKernels(Protocol):
+    def causal_conv_silu(
+        self, x_TC: torch.Tensor, weight_CW: torch.Tensor, *, offsets: Sequence[int], history_NWC: torch.Tensor
+    ) -> torch.Tensor:
+        """Depthwise causal conv then SiLU, [T, C] in x's dtype, computed in fp32. `history_NWC` is [N, W-1, C], the raw
+        projected rows before each segment (zeros at a job's start); tap W-1 multiplies the current row."""
+        ...
+
+
+class IndexerKernels(Protocol):
+    """Lightning indexer. Score I[t, s] = sum_i w[t, i] relu(q[t, i] . k[s]), fp32. Order: score descending, then index
+    ascending; NaN counts as -inf, -0 as 0. Never more score memory than one block."""
+
+    def select(
+        self, q_TIX: torch.Tensor, w_TI: torch.Tensor, keys: PagedRows, *, start: int, topk: int
+    ) -> torch.Tensor:
+        """Query t is at position start + t and sees keys [0, start + t]. int32 [T, topk]: the min(topk, visible) best
+        positions, ascending by position, then -1."""
+        ...
+
+    def scores(self, q_TIX: torch.Tensor, w_TI: torch.Tensor, keys: PagedRows, positions_TS: torch.Tensor) -> torch.Tensor:
+        """fp32 scores of given positions ([T, S] int, -1 gives -inf): to prove near ties."""
+        ...
+
+    def pool_keys(
+        self, k_TX: torch.Tensor, gate_TX: torch.Tensor, pool_bias_QX: torch.Tensor
+    ) -> torch.Tensor:
+        """k-pool (glm5_next): groups of Q consecutive rows (T is a multiple of Q) to one key each, a per-channel softmax over
+        gate + bias. [T/Q, X] fp32."""
+        ...
+
+    def select_pooled(
+        self, q_TIX: torch.Tensor, w_TI: torch.Tensor, pooled: PagedRows, *, start: int, topk: int, pool: int
+    ) -> torch.Tensor:
+        """Pools whose last token is visible compete for topk // pool places; their tokens and the incomplete tail (up to
+        pool - 1 tokens, the query's own included) are selected. int32 [T, topk + pool - 1], ascending, then -1."""
+        ...
+
+
+class MlaKernels(Protocol):
+    """Multi-head latent attention over cached rows [c (R) | k_R (P)]; softmax in fp32. `scale` is always passed."""
+
+    def sparse(
+        self, q_THL: torch.Tensor, rows: PagedRows, indices_TS: torch.Tensor, *, scale: float, latent_rank: int
+    ) -> torch.Tensor:
+        """Absorbed form: q [T, H, R + P], indices int32 with -1 for no key; [T, H, R] in q's dtype. A row without a key gives
+        zeros; duplicates are not allowed. Masked lanes contribute exactly 0 even where the page holds NaN."""
+        ...
+
+    def dense(
+        self, q_THQ: torch.Tensor, rows: PagedRows, w_uk_HNR: torch.Tensor, w_uv_HVR: torch.Tensor,
+        *, start: int, scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """Expanded form, block by block: q [T, H, nope + P] (rope last), query t sees rows [0, start + t]; [T, H, V]."""
+        ...
+
+
+class Routing(NamedTuple):
+    expert_TA: torch.Tensor
+    """int64 [T, A]."""
+    weight_TA: torch.Tensor
+    """fp32 [T, A]."""
+
+
+class MoeKernels(Protocol):
+    def route(
+        self, logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *, topk: int, scoring: str, num_groups: int,
+        topk_groups: int, normalize: bool, scale: float,
+    ) -> Routing:  # fmt: skip
+        """`scoring` "sigmoid" or "softmax", fp32. The bias steers the choice only, never the weight. With groups, a group's
+        score is the sum of its two best experts and only the best `topk_groups` groups compete. Ties: lower expert first."""
+        ...
+
+    def experts(
+        self, x_TD: torch.Tensor, routing: Routing, gate_up_EJD: torch.Tensor, down_EDF: torch.Tensor, *, activation: str
+    ) -> torch.Tensor:
+        """sum over chosen experts of weight * down(act(gate) * up), J = 2F with gate rows first. fp32 accumulation over
+        experts, in ascending expert order; result in x's dtype. `activation` "silu" or "gelu"."""
+        ...
+
+
+class AttnResPhase1(NamedTuple):
+    max_QT: torch.Tensor
+    sum_QT: torch.Tensor
+    weighted_QTD: torch.Tensor
+
+
+class ResidualKernels(Protocol):
+    """Attention Residuals (arXiv 2603.15031): logit_i = query . rmsnorm(v_i), softmax over sources, values NOT normalised.
+    `query_D` here already contains the norm's weight (query * norm.weight). All fp32."""
+
+    def mix(self, sources_BTD: Sequence[torch.Tensor], query_D: torch.Tensor, *, eps: float) -> torch.Tensor:
+        """One-phase form over all sources; result in the sources' dtype."""
+        ...
+
+    def prepare(self, blocks_BTD: Sequence[torch.Tensor], queries_QD: torch.Tensor, *, eps: float) -> AttnResPhase1:
+        """Phase 1, once per block for all its queries, fp32."""
+        ...
+
+    def update(
+        self, partial_TD: torch.Tensor | None, phase1: AttnResPhase1, query: int, query_D: torch.Tensor, *, eps: float
+    ) -> torch.Tensor:
+        """Phase 2 for query number `query` of phase 1: adds the running partial (None: nothing yet). Result in the partial's
+        dtype, or fp32 without one."""
+        ...
+
+
+class SamplingKernels(Protocol):
+    def sample(
+        self, logits_V: torch.Tensor, *, temperature: float, top_p: float, seed: int, sample: int, position: int
+    ) -> int:
+        """temperature 0: argmax, lowest id on ties. Else counter-based: the uniform number depends on (seed, sample, position)
+        only, never on call order."""
+        ...

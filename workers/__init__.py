@@ -1,0 +1,1 @@
+"""Holds state: devices, models, caches, the prefill and decode workers. Importing this package imports no torch."""

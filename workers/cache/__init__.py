@@ -1,0 +1,1 @@
+"""Row formats, paged caches in their holder, boundary states."""

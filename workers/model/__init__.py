@@ -1,0 +1,1 @@
+"""Model configs (torch-free), weights and layers."""
