@@ -1,0 +1,114 @@
+"""The residual stream of one step: plain, or Block Attention Residuals. Per token, no communication.
+
+    T local rows, D hidden, Q AttnRes queries that share a block list
+
+Block AttnRes (arXiv 2603.15031, the form of Kimi K3): sources of each sublayer's input are the finished block sums
+(the first is the embedding) and the running partial; a block starts at layers 0, n, 2n, ... Softmax over sources of
+query . rmsnorm(source); the values are not normalised.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from longprefill.kernels.contracts import AttnResPhase1, ResidualKernels
+from longprefill.workers.model.config import AttnResConfig
+
+TWO_PHASE_BLOCKS = 4
+"""From this many finished blocks on, phase 1 reads them once for all sublayers of the block; below it one phase costs no
+more reads and needs no buffer of 2 block_layers x T x D fp32."""
+
+
+class ResidualStream(Protocol):
+    def mixer_input(self, layer: int) -> torch.Tensor:
+        """What the layer's mixer norm reads, [T, D]."""
+        ...
+
+    def ffn_input(self, layer: int) -> torch.Tensor:
+        """What the layer's feed-forward norm reads, [T, D]."""
+        ...
+
+    def add(self, output_TD: torch.Tensor) -> None:
+        """Takes a sublayer's output."""
+        ...
+
+    def final(self) -> torch.Tensor:
+        """What the final norm reads, [T, D]."""
+        ...
+
+
+class PlainStream:
+    def __init__(self, embedding_TD: torch.Tensor) -> None:
+        self.sum_TD = embedding_TD
+
+    def mixer_input(self, layer: int) -> torch.Tensor:
+        return self.sum_TD
+
+    def ffn_input(self, layer: int) -> torch.Tensor:
+        return self.sum_TD
+
+    def add(self, output_TD: torch.Tensor) -> None:
+        self.sum_TD = self.sum_TD + output_TD
+
+    def final(self) -> torch.Tensor:
+        return self.sum_TD
+
+
+class AttnResStream:
+    """`queries` are query * norm weight, fp32 [D] each: {"layers.N.mixer_res", "layers.N.ffn_res", "final_res"}."""
+
+    def __init__(
+        self, embedding_TD: torch.Tensor, config: AttnResConfig, queries: dict[str, torch.Tensor], kernels: ResidualKernels
+    ) -> None:
+        self.config = config
+        self.queries = queries
+        self.kernels = kernels
+        self.blocks: list[torch.Tensor] = []
+        self.partial: torch.Tensor | None = embedding_TD
+        self._phase1: AttnResPhase1 | None = None
+        self._phase1_names: tuple[str, ...] = ()
+
+    def mixer_input(self, layer: int) -> torch.Tensor:
+        mixed = self._mix(f"layers.{layer}.mixer_res")
+        if layer % self.config.block_layers == 0:
+            assert self.partial is not None
+            self.blocks.append(self.partial)
+            self.partial = None
+            self._prepare(layer)
+        return mixed
+
+    def ffn_input(self, layer: int) -> torch.Tensor:
+        return self._mix(f"layers.{layer}.ffn_res")
+
+    def add(self, output_TD: torch.Tensor) -> None:
+        self.partial = output_TD if self.partial is None else self.partial + output_TD
+
+    def final(self) -> torch.Tensor:
+        return self._mix("final_res")
+
+    def _prepare(self, layer: int) -> None:
+        """Phase 1 for every sublayer that reads the block list as it is now."""
+        if len(self.blocks) < TWO_PHASE_BLOCKS:
+            return
+        names = [f"layers.{layer}.ffn_res"]
+        for following in range(layer + 1, layer + self.config.block_layers + 1):
+            names.append(f"layers.{following}.mixer_res")
+            if following < layer + self.config.block_layers:
+                names.append(f"layers.{following}.ffn_res")
+        present = [name for name in names if name in self.queries]
+        if len(present) < len(names):
+            present.append("final_res")
+        self._phase1_names = tuple(present)
+        stacked_QD = torch.stack([self.queries[name] for name in present])
+        self._phase1 = self.kernels.prepare(self.blocks, stacked_QD, eps=self.config.eps)
+
+    def _mix(self, name: str) -> torch.Tensor:
+        query_D = self.queries[name]
+        if self._phase1 is None:
+            sources = self.blocks if self.partial is None else [*self.blocks, self.partial]
+            return self.kernels.mix(sources, query_D, eps=self.config.eps)
+        number = self._phase1_names.index(name)
+        mixed = self.kernels.update(self.partial, self._phase1, number, query_D, eps=self.config.eps)
+        return mixed.to(self.blocks[0].dtype)
