@@ -83,4 +83,16 @@ link_typing() {
     done
 }
 
+# A script that sources this answers --help with the comment at its own top, before anything is installed.
+print_help() {
+    awk 'NR > 1 && /^#/ { sub(/^# ?/, ""); print; next } NR > 1 { exit }' "$1"
+}
+
+for argument in "$@"; do
+    case "$argument" in
+        -h | --help) print_help "$0"; exit 0 ;;
+    esac
+done
+unset argument
+
 ensure_venv || { [ "${BASH_SOURCE[0]}" = "$0" ] && exit 1 || return 1; }
