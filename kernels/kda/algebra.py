@@ -1,0 +1,50 @@
+"""Composition of segment summaries: affine maps `S_out = M S_in + E`, associative, not commutative, identity (0, I).
+
+Legend: G value heads, K key dim, V value dim. A transition of None is exactly zero: whatever came before is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from longprefill.kernels.contracts import Summary
+
+
+def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """fp64 if any input is fp64, else fp32: bf16 and fp16 inputs are computed in fp32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def compose(later: Summary, earlier: Summary) -> Summary:
+    """The summary of `earlier` followed by `later`: (M2 M1, M2 E1 + E2). 2 K K (K + V) flops a head, none where M2 is None."""
+    if later.transition_GKK is None:
+        return later
+    state_GKV = torch.baddbmm(later.state_GKV, later.transition_GKK, earlier.state_GKV)
+    if earlier.transition_GKK is None:
+        return Summary(state_GKV, None)
+    return Summary(state_GKV, torch.bmm(later.transition_GKK, earlier.transition_GKK))
+
+
+def fold(summaries: Sequence[Summary], initial_state_GKV: torch.Tensor | None) -> torch.Tensor:
+    """The state [G, K, V] after `summaries`, given in sequence order, from `initial_state_GKV` (None: zero).
+
+    Starts at the last summary that forgets everything before it, so nothing is multiplied by an exact zero.
+
+    Raises:
+        ValueError: no summary and no initial state: the shape is unknown.
+    """
+    if not summaries:
+        if initial_state_GKV is None:
+            raise ValueError("fold of 0 summaries without an initial state: pass one or the other")
+        return initial_state_GKV
+    state_GKV = initial_state_GKV
+    first = max((i for i, summary in enumerate(summaries) if summary.transition_GKK is None), default=0)
+    for summary in summaries[first:]:
+        if summary.transition_GKK is None or state_GKV is None:
+            state_GKV = summary.state_GKV
+        else:
+            state_GKV = torch.baddbmm(summary.state_GKV, summary.transition_GKK, state_GKV)
+    assert state_GKV is not None
+    return state_GKV

@@ -1,0 +1,293 @@
+"""KDA in tiles of 64 tokens with torch operators: the CPU default, and correct on any device.
+
+Legend: T tokens, H q/k heads, G value heads (value head g uses q/k head g * H // G), K key dim, V value dim, N segments,
+C tokens a tile, Z tiles, Y = Z * G tiles of all heads, B blocks of a tile, I rows of a half block, J = V + K columns.
+
+The derivation and the table of symbols are in README.md of this folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longprefill.kernels.contracts import KdaScan, Summary
+
+from .algebra import compute_dtype
+from .tiles import TILE_TOKENS as C
+from .tiles import TileTable, tile_table
+
+L2_EPS = 1e-6
+GROUP_BYTES = 8 << 20
+"""Tiles are prepared in groups whose work buffers take about this much, so that they stay in cache whatever T."""
+POINTWISE_ELEMENTS = 1 << 18
+"""Elements a block of rows in the pointwise functions: about 1 MiB, which stays in L2."""
+ZERO_CHECK_TILES = 8
+"""A summary looks this often whether its transition has underflowed to exactly zero."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedTiles:
+    """The state-independent part of every tile: 4 (3 K + V + C) bytes a token and value head in fp32."""
+
+    w_u_YCJ: torch.Tensor
+    """(I + L)^-1 beta [K-tilde | V]: columns [0, K) are W, columns [K, K + V) are U."""
+    q_YCK: torch.Tensor
+    """scale * q * decay from the tile's start."""
+    k_YCK: torch.Tensor
+    """k * decay to the tile's end."""
+    attention_YCC: torch.Tensor
+    """scale * q_i . k_j under the decay between them, j <= i, zero above."""
+    decay_YK: torch.Tensor
+    """Decay of the whole tile."""
+    tiles: TileTable
+    num_tokens: int
+    num_heads: int
+    num_values: int
+    out_dtype: torch.dtype
+
+
+def gate(
+    x_TGK: torch.Tensor, a_log_G: torch.Tensor, dt_bias_GK: torch.Tensor, lower_bound: float | None
+) -> torch.Tensor:
+    """Log decay g <= 0 [T, G, K], fp32 (fp64 for fp64 x), by blocks of rows.
+
+    `lower_bound` None is Kimi-Linear's softplus gate, a number in [-5, 0) the bounded gate: two models, not two
+    approximations of one.
+    """
+    dtype = compute_dtype(x_TGK)
+    bias_GK, slope_G1 = dt_bias_GK.to(dtype), a_log_G.to(dtype).exp().unsqueeze(-1)
+    out_TGK = torch.empty(x_TGK.shape, dtype=dtype, device=x_TGK.device)
+    for rows in _row_blocks(x_TGK):
+        block = torch.add(x_TGK[rows], bias_GK, out=out_TGK[rows])
+        if lower_bound is None:
+            block.copy_(torch.nn.functional.softplus(block).mul_(-slope_G1))
+        else:
+            block.mul_(slope_G1).sigmoid_().mul_(lower_bound)
+    return out_TGK
+
+
+def l2_normalize(x_THK: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(sum x^2 + 1e-6) over the last dim, fp32 (fp64 for fp64 x). A zero vector stays zero."""
+    out_THK = torch.empty(x_THK.shape, dtype=compute_dtype(x_THK), device=x_THK.device)
+    for rows in _row_blocks(x_THK):
+        block = x_THK[rows].to(out_THK.dtype)
+        inverse = torch.linalg.vecdot(block, block).add_(L2_EPS).rsqrt_()
+        torch.mul(block, inverse.unsqueeze(-1), out=out_THK[rows])
+    return out_THK
+
+
+def prepare(
+    q_THK: torch.Tensor, k_THK: torch.Tensor, v_TGV: torch.Tensor, g_TGK: torch.Tensor, beta_TG: torch.Tensor,
+    *, offsets: Sequence[int], scale: float,
+) -> PreparedTiles:  # fmt: skip
+    """All tiles of all segments and heads, a group of tiles at a time. Shapes as in `KdaKernels.prepare`.
+
+    Raises:
+        ValueError: `offsets` do not cover the T rows, or value heads are no multiple of q/k heads.
+    """
+    num_tokens, num_heads, num_values = v_TGV.shape
+    num_keys = k_THK.shape[-1]
+    if num_heads % k_THK.shape[1]:
+        raise ValueError(f"{num_heads} value heads, {k_THK.shape[1]} q/k heads: value heads must be a multiple")
+    tiles = tile_table(offsets, num_tokens)
+    dtype, num = compute_dtype(q_THK, k_THK, v_TGV, g_TGK, beta_TG), len(tiles.starts) * num_heads
+    new = torch.empty(0, dtype=dtype, device=v_TGV.device)
+    prepared = PreparedTiles(
+        w_u_YCJ=new.new_empty(num, C, num_keys + num_values),
+        q_YCK=new.new_empty(num, C, num_keys),
+        k_YCK=new.new_empty(num, C, num_keys),
+        attention_YCC=new.new_zeros(num, C, C),
+        decay_YK=new.new_empty(num, num_keys),
+        tiles=tiles,
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        num_values=num_values,
+        out_dtype=v_TGV.dtype,
+    )
+    tile_bytes = dtype.itemsize * num_heads * C * (5 * num_keys + num_values + 2 * C)
+    group = max(1, GROUP_BYTES // tile_bytes)
+    for first in range(0, len(tiles.starts), group):
+        chosen = range(first, min(first + group, len(tiles.starts)))
+        rows = [_tile_rows(x, tiles, chosen) for x in (q_THK, k_THK, v_TGV, g_TGK, beta_TG)]
+        _prepare_group(*rows, prepared, slice(chosen.start * num_heads, chosen.stop * num_heads), scale)
+    return prepared
+
+
+def summarize(prepared: PreparedTiles, segment: int, *, initial_state_GKV: torch.Tensor | None = None) -> Summary:
+    """[E | M] of one segment in one pass over V + K columns; with an initial state, its true final state only."""
+    num_keys, num_values, heads = prepared.k_YCK.shape[-1], prepared.num_values, prepared.num_heads
+    with_transition = initial_state_GKV is None
+    width = num_values + num_keys if with_transition else num_values
+    state_GKJ = prepared.k_YCK.new_zeros(heads, num_keys, width)
+    if initial_state_GKV is None:
+        state_GKJ[:, :, num_values:].diagonal(dim1=1, dim2=2).fill_(1)
+    else:
+        state_GKJ.copy_(initial_state_GKV)
+    delta_GCJ = prepared.k_YCK.new_empty(heads, C, width)
+    for index, tile in enumerate(prepared.tiles.tile_ids[segment], start=1):
+        which = slice(tile * heads, (tile + 1) * heads)
+        w_u_GCJ = prepared.w_u_YCJ[which]
+        delta_GCJ[:, :, :num_values] = w_u_GCJ[:, :, num_keys:]
+        delta_GCJ[:, :, num_values:] = 0
+        delta_GCJ.baddbmm_(w_u_GCJ[:, :, :num_keys], state_GKJ, alpha=-1)
+        state_GKJ.mul_(prepared.decay_YK[which].unsqueeze(-1))
+        state_GKJ.baddbmm_(prepared.k_YCK[which].transpose(1, 2), delta_GCJ)
+        if with_transition and index % ZERO_CHECK_TILES == 0 and not state_GKJ[:, :, num_values:].any():
+            # Later tiles multiply this zero: from here on only E is left to compute.
+            state_GKJ, delta_GCJ = (x[:, :, :num_values].contiguous() for x in (state_GKJ, delta_GCJ))
+            with_transition = False
+    state_GKV = state_GKJ[:, :, :num_values].contiguous()
+    if not with_transition or not state_GKJ[:, :, num_values:].any():
+        return Summary(state_GKV, None)
+    return Summary(state_GKV, state_GKJ[:, :, num_values:].contiguous())
+
+
+def scan(prepared: PreparedTiles, initial_state_NGKV: torch.Tensor | None) -> KdaScan:
+    """Outputs in v's dtype and final states; at each step all running segments and heads go through one bmm."""
+    tiles, heads, num_values = prepared.tiles, prepared.num_heads, prepared.num_values
+    num_keys, num_segments = prepared.k_YCK.shape[-1], len(tiles.tile_ids)
+    sorted_NGKV = prepared.k_YCK.new_zeros(num_segments, heads, num_keys, num_values)
+    if initial_state_NGKV is not None:
+        for place, segment in enumerate(tiles.order):
+            sorted_NGKV[place] = initial_state_NGKV[segment]
+    out_TGV = torch.empty(
+        prepared.num_tokens, heads, num_values, dtype=prepared.out_dtype, device=prepared.k_YCK.device
+    )
+    state_YKV = sorted_NGKV.view(num_segments * heads, num_keys, num_values)
+    for first, end in tiles.steps:
+        which = slice(first * heads, end * heads)
+        running_YKV = state_YKV[: (end - first) * heads]
+        w_u_YCJ = prepared.w_u_YCJ[which]
+        delta_YCV = torch.baddbmm(w_u_YCJ[:, :, num_keys:], w_u_YCJ[:, :, :num_keys], running_YKV, alpha=-1)
+        tile_out_YCV = torch.bmm(prepared.q_YCK[which], running_YKV)
+        tile_out_YCV.baddbmm_(prepared.attention_YCC[which], delta_YCV)
+        running_YKV.mul_(prepared.decay_YK[which].unsqueeze(-1))
+        running_YKV.baddbmm_(prepared.k_YCK[which].transpose(1, 2), delta_YCV)
+        for tile in range(first, end):
+            start, length = tiles.starts[tile], tiles.lengths[tile]
+            tile_out_GCV = tile_out_YCV[(tile - first) * heads : (tile - first + 1) * heads]
+            out_TGV[start : start + length] = tile_out_GCV[:, :length].transpose(0, 1)
+    final_NGKV = torch.empty_like(sorted_NGKV)
+    for place, segment in enumerate(tiles.order):
+        final_NGKV[segment] = sorted_NGKV[place]
+    return KdaScan(out_TGV, final_NGKV)
+
+
+def step(
+    q_HK: torch.Tensor, k_HK: torch.Tensor, v_GV: torch.Tensor, g_GK: torch.Tensor, beta_G: torch.Tensor,
+    state_GKV: torch.Tensor, *, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """One token of decode: (out [G, V] in v's dtype, new state). Reads the old state once for both k and q."""
+    dtype = compute_dtype(q_HK, k_HK, v_GV, g_GK, beta_G, state_GKV)
+    repeat = v_GV.shape[0] // k_HK.shape[0]
+    k_q_G2K = torch.stack([k_HK, q_HK], dim=1).to(dtype).repeat_interleave(repeat, 0)
+    alpha_GK = g_GK.to(dtype).exp()
+    state_GKV = state_GKV.to(dtype)
+    read_G2V = torch.bmm(k_q_G2K * alpha_GK.unsqueeze(1), state_GKV)
+    delta_GV = beta_G.to(dtype).unsqueeze(-1) * (v_GV.to(dtype) - read_G2V[:, 0])
+    overlap_G1 = torch.linalg.vecdot(k_q_G2K[:, 0], k_q_G2K[:, 1]).unsqueeze(-1)
+    out_GV = scale * (read_G2V[:, 1] + overlap_G1 * delta_GV)
+    new_GKV = (alpha_GK.unsqueeze(-1) * state_GKV).baddbmm_(k_q_G2K[:, 0].unsqueeze(-1), delta_GV.unsqueeze(1))
+    return out_GV.to(v_GV.dtype), new_GKV
+
+
+def _row_blocks(x: torch.Tensor) -> list[slice]:
+    """Slices of dim 0 that hold about POINTWISE_ELEMENTS elements each."""
+    size = max(1, POINTWISE_ELEMENTS // max(1, x[:1].numel()))
+    return [slice(start, start + size) for start in range(0, x.shape[0], size)]
+
+
+def _tile_rows(x_T: torch.Tensor, tiles: TileTable, chosen: range) -> torch.Tensor:
+    """Rows of the chosen tiles, [Z, C, ...]; rows that a ragged tile lacks are 0. A view where the rows follow each other."""
+    starts = [tiles.starts[tile] for tile in chosen]
+    ragged = [tile for tile in chosen if tiles.lengths[tile] < C]
+    shape = (len(starts), C, *x_T.shape[1:])
+    if not ragged and starts == list(range(starts[0], starts[0] + len(starts) * C, C)):
+        return x_T[starts[0] : starts[0] + len(starts) * C].view(shape)
+    out = x_T.new_empty(shape)
+    for place, tile in enumerate(chosen):
+        length = tiles.lengths[tile]
+        out[place, :length] = x_T[tiles.starts[tile] : tiles.starts[tile] + length]
+        out[place, length:] = 0
+    return out
+
+
+def _prepare_group(
+    q_ZCHK: torch.Tensor, k_ZCHK: torch.Tensor, v_ZCGV: torch.Tensor, g_ZCGK: torch.Tensor, beta_ZCG: torch.Tensor,
+    prepared: PreparedTiles, which: slice, scale: float,
+) -> None:  # fmt: skip
+    """Fills the rows `which` of `prepared`. Every decay is a running product of alpha <= 1 (README, dyadic split)."""
+    num_keys, heads, dtype = k_ZCHK.shape[-1], prepared.num_heads, prepared.k_YCK.dtype
+    num_tiles = k_ZCHK.shape[0]
+    repeat = heads // k_ZCHK.shape[2]
+    split = (num_tiles, heads // repeat, repeat, C)  # value heads as (q/k head, copy)
+    q_ZH1CK, k_ZH1CK = (x.to(dtype).transpose(1, 2).unsqueeze(2) for x in (q_ZCHK, k_ZCHK))
+    beta_YC1 = beta_ZCG.to(dtype).transpose(1, 2).reshape(-1, C, 1)
+    attention_YCC, k_end_YCK = prepared.attention_YCC[which], prepared.k_YCK[which]
+
+    alpha_ZGCK = g_ZCGK.to(dtype).transpose(1, 2).exp().contiguous()
+    alpha_ZHRCK = alpha_ZGCK.view(*split, num_keys)
+    k_q_YC2K = alpha_ZGCK.new_empty(num_tiles * heads, C, 2, num_keys)  # rows (k_i, q_i) decayed from their block's start
+    by_head = k_q_YC2K.view(*split, 2, num_keys)
+    torch.mul(k_ZH1CK, alpha_ZHRCK, out=by_head[..., 0, :])
+    torch.mul(q_ZH1CK, alpha_ZHRCK, out=by_head[..., 1, :])
+    k_end_YCK.view(*split, num_keys).copy_(k_ZH1CK.expand(*split, num_keys))
+    diagonal_ZHRC = torch.linalg.vecdot(q_ZH1CK, k_ZH1CK).mul_(scale).expand(split)
+    attention_YCC.view(*split, C).diagonal(dim1=-2, dim2=-1).copy_(diagonal_ZHRC)
+
+    lower_YCC = torch.empty_like(attention_YCC)  # the solver reads its strict lower triangle only
+    decay_YK = _dyadic_products(k_q_YC2K, k_end_YCK, alpha_ZGCK.view(-1, C, num_keys), beta_YC1, lower_YCC, attention_YCC, scale)
+    prepared.decay_YK[which] = decay_YK
+
+    w_u_YCJ = prepared.w_u_YCJ[which]
+    torch.mul(k_q_YC2K[:, :, 0], beta_YC1, out=w_u_YCJ[:, :, :num_keys])
+    torch.mul(k_q_YC2K[:, :, 1], scale, out=prepared.q_YCK[which])
+    beta_ZGC1 = beta_YC1.view(num_tiles, heads, C, 1)
+    torch.mul(v_ZCGV.to(dtype).transpose(1, 2), beta_ZGC1, out=w_u_YCJ.view(num_tiles, heads, C, -1)[..., num_keys:])
+    # X (I + L)^T = rhs^T with both sides transposed views: row-major data is what the solver wants, nothing is copied.
+    solved = torch.linalg.solve_triangular(
+        lower_YCC.transpose(1, 2), w_u_YCJ.transpose(1, 2), upper=True, left=False, unitriangular=True
+    )
+    w_u_YCJ.copy_(solved.transpose(1, 2))
+
+
+def _dyadic_products(
+    k_q_YC2K: torch.Tensor, k_end_YCK: torch.Tensor, alpha_YCK: torch.Tensor, beta_YC1: torch.Tensor,
+    lower_YCC: torch.Tensor, attention_YCC: torch.Tensor, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """Fills L (`lower`) and the attention below the diagonal, level by level, and returns the tile's decay [Y, K].
+
+    At a level with halves of I rows, `k_q` holds each row times its decay from its half's start and `k_end` each key times
+    its decay to its half's end. A block's rows in the second half meet its keys in the first half: one product. Then both
+    are carried over to blocks of 2 I rows, so after the last level they hold the decays of the whole tile.
+    """
+    num, _, _, num_keys = k_q_YC2K.shape
+    block_decay = alpha_YCK
+    half = 1
+    while half < C:
+        blocks = C // (2 * half)
+        rows = k_q_YC2K.view(num, blocks, 2, half, 2, num_keys)
+        keys = k_end_YCK.view(num, blocks, 2, half, num_keys)
+        decay = block_decay.view(num, blocks, 2, num_keys)
+        products = torch.bmm(
+            rows[:, :, 1].reshape(num * blocks, 2 * half, num_keys),
+            keys[:, :, 0].reshape(num * blocks, half, num_keys).transpose(1, 2),
+        ).view(num, blocks, half, 2, half)
+        beta = beta_YC1.view(num, blocks, 2, half, 1)[:, :, 1]
+        torch.mul(products[:, :, :, 0], beta, out=_below_diagonal(lower_YCC, half))
+        torch.mul(products[:, :, :, 1], scale, out=_below_diagonal(attention_YCC, half))
+        rows[:, :, 1].mul_(decay[:, :, 0].view(num, blocks, 1, 1, num_keys))
+        keys[:, :, 0].mul_(decay[:, :, 1].view(num, blocks, 1, num_keys))
+        block_decay = decay[:, :, 0] * decay[:, :, 1]
+        half *= 2
+    return block_decay.view(num, num_keys)
+
+
+def _below_diagonal(square_YCC: torch.Tensor, half: int) -> torch.Tensor:
+    """The view [Y, B, I, I] of each diagonal block's lower left quarter."""
+    num, blocks = square_YCC.shape[0], C // (2 * half)
+    quarters = square_YCC.view(num, blocks, 2, half, blocks, 2, half)[:, :, 1, :, :, 0]
+    return quarters.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)

@@ -1,0 +1,134 @@
+"""KDA token by token, the formulas as they stand: the oracle of every other backend. Slow on purpose.
+
+Legend: T tokens, H q/k heads, G value heads (value head g uses q/k head g * H // G), K key dim, V value dim, N segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longprefill.kernels.contracts import KdaScan, Summary
+from longprefill.kernels.segments import segment_bounds
+
+from .algebra import compute_dtype
+
+L2_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedTokens:
+    """The inputs in compute precision with q and k repeated to value heads; nothing is worked out ahead."""
+
+    q_TGK: torch.Tensor
+    k_TGK: torch.Tensor
+    v_TGV: torch.Tensor
+    alpha_TGK: torch.Tensor
+    beta_TG: torch.Tensor
+    bounds: list[tuple[int, int]]
+    scale: float
+    out_dtype: torch.dtype
+
+
+def gate(
+    x_TGK: torch.Tensor, a_log_G: torch.Tensor, dt_bias_GK: torch.Tensor, lower_bound: float | None
+) -> torch.Tensor:
+    """Log decay g <= 0 [T, G, K], fp32 (fp64 for fp64 x).
+
+    `lower_bound` None is Kimi-Linear's softplus gate, a number in [-5, 0) the bounded gate: two models, not two
+    approximations of one.
+    """
+    dtype = compute_dtype(x_TGK)
+    shifted_TGK = x_TGK.to(dtype) + dt_bias_GK.to(dtype)
+    slope_G1 = a_log_G.to(dtype).exp().unsqueeze(-1)
+    if lower_bound is None:
+        return -slope_G1 * torch.nn.functional.softplus(shifted_TGK)
+    return lower_bound * torch.sigmoid(slope_G1 * shifted_TGK)
+
+
+def l2_normalize(x_THK: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(sum x^2 + 1e-6) over the last dim, fp32 (fp64 for fp64 x). A zero vector stays zero."""
+    x_THK = x_THK.to(compute_dtype(x_THK))
+    return x_THK * torch.rsqrt(x_THK.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def prepare(
+    q_THK: torch.Tensor, k_THK: torch.Tensor, v_TGV: torch.Tensor, g_TGK: torch.Tensor, beta_TG: torch.Tensor,
+    *, offsets: Sequence[int], scale: float,
+) -> PreparedTokens:  # fmt: skip
+    """Casts and repeats heads. Shapes as in `KdaKernels.prepare`.
+
+    Raises:
+        ValueError: `offsets` do not cover the T rows.
+    """
+    dtype = compute_dtype(q_THK, k_THK, v_TGV, g_TGK, beta_TG)
+    repeat = v_TGV.shape[1] // q_THK.shape[1]
+    return PreparedTokens(
+        q_TGK=q_THK.to(dtype).repeat_interleave(repeat, 1),
+        k_TGK=k_THK.to(dtype).repeat_interleave(repeat, 1),
+        v_TGV=v_TGV.to(dtype),
+        alpha_TGK=g_TGK.to(dtype).exp(),
+        beta_TG=beta_TG.to(dtype),
+        bounds=segment_bounds(offsets, v_TGV.shape[0]),
+        scale=scale,
+        out_dtype=v_TGV.dtype,
+    )
+
+
+def summarize(prepared: PreparedTokens, segment: int, *, initial_state_GKV: torch.Tensor | None = None) -> Summary:
+    """The affine map of one segment. M is read off by running K extra value columns with v = 0 from the identity."""
+    start, end = prepared.bounds[segment]
+    v_TGV = prepared.v_TGV
+    num_values = v_TGV.shape[-1]
+    if initial_state_GKV is not None:
+        return Summary(_run(prepared, start, end, v_TGV, initial_state_GKV.to(v_TGV.dtype))[1], None)
+    k_TGK = prepared.k_TGK
+    state_GKJ = v_TGV.new_zeros(*k_TGK.shape[1:], num_values + k_TGK.shape[2])
+    state_GKJ[:, :, num_values:] = torch.eye(k_TGK.shape[2], dtype=v_TGV.dtype, device=v_TGV.device)
+    values_TGJ = torch.cat([v_TGV, torch.zeros_like(k_TGK)], dim=-1)
+    _, state_GKJ = _run(prepared, start, end, values_TGJ, state_GKJ)
+    transition_GKK = state_GKJ[:, :, num_values:].contiguous()
+    return Summary(
+        state_GKJ[:, :, :num_values].contiguous(), transition_GKK if bool(transition_GKK.count_nonzero()) else None
+    )
+
+
+def scan(prepared: PreparedTokens, initial_state_NGKV: torch.Tensor | None) -> KdaScan:
+    """Outputs in v's dtype and the state after each segment."""
+    v_TGV, num_segments = prepared.v_TGV, len(prepared.bounds)
+    shape = (num_segments, *prepared.k_TGK.shape[1:], v_TGV.shape[-1])
+    state_NGKV = v_TGV.new_zeros(shape) if initial_state_NGKV is None else initial_state_NGKV.to(v_TGV.dtype)
+    outs, states = [v_TGV.new_zeros(0, *v_TGV.shape[1:])], []
+    for (start, end), state_GKV in zip(prepared.bounds, state_NGKV, strict=True):
+        out_TGV, final_GKV = _run(prepared, start, end, v_TGV, state_GKV)
+        outs.append(out_TGV)
+        states.append(final_GKV)
+    return KdaScan(torch.cat(outs).to(prepared.out_dtype), torch.stack(states) if states else v_TGV.new_zeros(shape))
+
+
+def step(
+    q_HK: torch.Tensor, k_HK: torch.Tensor, v_GV: torch.Tensor, g_GK: torch.Tensor, beta_G: torch.Tensor,
+    state_GKV: torch.Tensor, *, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """One token of decode: (out [G, V] in v's dtype, new state)."""
+    rows = [x.unsqueeze(0) for x in (q_HK, k_HK, v_GV, g_GK, beta_G)]
+    out_TGV, state_NGKV = scan(prepare(*rows, offsets=[0, 1], scale=scale), state_GKV.unsqueeze(0))
+    return out_TGV[0], state_NGKV[0]
+
+
+def _run(
+    prepared: PreparedTokens, start: int, end: int, values_TGJ: torch.Tensor, state_GKJ: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence over rows [start, end) for any number J of value columns."""
+    state_GKJ = state_GKJ.clone()
+    out_TGJ = values_TGJ.new_empty(end - start, *values_TGJ.shape[1:])
+    for t in range(start, end):
+        k_GK = prepared.k_TGK[t]
+        state_GKJ = prepared.alpha_TGK[t].unsqueeze(-1) * state_GKJ
+        error_GJ = values_TGJ[t] - torch.einsum("gkj,gk->gj", state_GKJ, k_GK)
+        delta_GJ = prepared.beta_TG[t].unsqueeze(-1) * error_GJ
+        state_GKJ = state_GKJ + k_GK.unsqueeze(-1) * delta_GJ.unsqueeze(-2)
+        out_TGJ[t - start] = prepared.scale * torch.einsum("gkj,gk->gj", state_GKJ, prepared.q_TGK[t])
+    return out_TGJ, state_GKJ
