@@ -189,7 +189,9 @@ class Indexer:
                     q_TIX, w_TI, keys, start=start, topk=config.topk, pool=config.pool
                 )
         if ctx.choices is not None:
-            chosen_TS = ctx.choices.positions(self.index, fragment, first_row, chosen_TS, q_TIX, w_TI, keys)
+            chosen_TS = ctx.choices.positions(
+                self.index, fragment, first_row, chosen_TS, q_TIX, w_TI, keys, config.pool, ctx
+            )
         return chosen_TS
 
     def _rotate(self, x_THX: torch.Tensor, ctx: StepContext) -> torch.Tensor:

@@ -55,7 +55,7 @@ class MoeLayer:
                 scale=config.weight_scale,
             )  # fmt: skip
             if ctx.choices is not None:
-                routing = ctx.choices.experts(self.index, ctx, logits_TE, routing)
+                routing = ctx.choices.experts(self.index, config, ctx, logits_TE, routing)
         with ctx.tracer.span("moe.experts"):
             inner_TW = x_TD if config.latent_dim is None else F.linear(x_TD, weights["moe.latent_in"])
             out_TW = ctx.kernels.moe.experts(

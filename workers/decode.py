@@ -1,0 +1,97 @@
+"""The decode side without any actor around it: takes a prefilled job over and generates from it.
+
+Decode is prefill with steps of one token on a group of one rank, so every query reads the cached row here too. The decode
+side samples every token, the first included, from fp32 logits with a counter-based generator keyed by (seed, sample,
+position): a retry or another worker continues the same stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longprefill.partition.errors import UserError
+from longprefill.partition.layout import Slice
+from longprefill.workers.cache.states import BoundaryState
+from longprefill.workers.prefill import PrefillRank, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen. temperature 0 is greedy."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    sample: int = 0
+    """Number of the continuation, for several of one prompt."""
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens={self.max_new_tokens}: generate at least 1 token")
+        if not self.temperature >= 0 or self.temperature == float("inf"):
+            raise UserError(f"temperature={self.temperature}: use 0 (greedy) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p}: use a number in (0, 1]")
+        if not 0 <= self.seed < 2**64:
+            raise UserError(f"seed={self.seed}: use an integer in [0, 2**64)")
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    id: int
+    finish_reason: str | None
+    """None: more follow; "stop": a stop token (still reported); "length": max_new_tokens reached."""
+
+
+class DecodeRank:
+    """Jobs that generate. `rank` is a PrefillRank over a group of one whose pool received the pages."""
+
+    def __init__(self, rank: PrefillRank) -> None:
+        self.rank = rank
+        self._logits: dict[int, torch.Tensor] = {}
+        self._tokens: dict[int, torch.Tensor] = {}
+
+    def take(self, job: int, table: Sequence[int], state: BoundaryState, logits_V: torch.Tensor, max_tokens: int) -> None:
+        """Takes over a job whose pages are in place: its boundary state at T, fp32 logits of token T-1, and the most tokens
+        (prompt and generated) it may come to.
+
+        Raises:
+            ValueError: the job is known, or max_tokens exceeds its pages.
+        """
+        tokens = torch.zeros(max_tokens, dtype=torch.int64)
+        self.rank.open_job(job, tokens, tuple(table), state)
+        self._tokens[job] = tokens
+        self._logits[job] = logits_V
+
+    def generate(self, job: int, sampling: Sampling) -> Iterator[Token]:
+        """Yields tokens until a stop token or `max_new_tokens`."""
+        tokens = self._tokens[job]
+        for count in range(1, sampling.max_new_tokens + 1):
+            position = self.rank.state(job).position
+            token = self.rank.kernels.sampling.sample(
+                self._logits[job], temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed,
+                sample=sampling.sample, position=position,
+            )  # fmt: skip
+            if token in sampling.stop_token_ids:
+                yield Token(token, "stop")
+                return
+            if count == sampling.max_new_tokens:
+                yield Token(token, "length")
+                return
+            yield Token(token, None)
+            tokens[position] = token
+            plan = StepPlan(
+                slices=(Slice(job=job, start=position, end=position + 1),), layout="contiguous", exchange="all_gather",
+                logits_of=(job,),
+            )  # fmt: skip
+            self._logits[job] = self.rank.run_step(plan).logits[job]
+
+    def drop(self, job: int) -> None:
+        """Forgets a job; its pages may be given to another."""
+        self.rank.close_job(job)
+        del self._tokens[job], self._logits[job]

@@ -1,0 +1,180 @@
+"""Kimi Delta Attention under context parallelism, exact for any layout.
+
+    T local rows, D hidden, C conv channels (q | k | v), W conv width, H q/k heads, G value heads, K key dim, V value dim,
+    N local fragments
+
+1. halo: the last W - 1 normed input rows before each fragment travel and the receiver projects them again; before the
+   step's start the projected rows come from the boundary state;
+2. projections, conv + SiLU, gates, l2 norm, the state-independent part of every tile;
+3. fragments that know their incoming state scan at once, middle fragments make their summary [E | M];
+4. exchange of summaries; every other fragment folds its incoming state;
+5. scan from the true incoming state, gated output norm, output projection.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from longprefill.kernels.contracts import Summary
+from longprefill.workers.cache.states import KdaState
+from longprefill.workers.model.config import KdaConfig
+from longprefill.workers.model.layers.context import StepContext
+from longprefill.workers.model.layers.state_exchange import EXCHANGES, publishes
+
+
+class KdaLayer:
+    """`weights` are this layer's tensors, `kda.*` of parameters.py."""
+
+    def __init__(self, index: int, config: KdaConfig, weights: dict[str, torch.Tensor]) -> None:
+        self.index = index
+        self.config = config
+        self.weights = weights
+        self.qkv_CD = torch.cat((weights["kda.q_proj"], weights["kda.k_proj"], weights["kda.v_proj"]))
+        for name in ("kda.q_proj", "kda.k_proj", "kda.v_proj"):
+            del weights[name]  # now in qkv_CD
+        self.a_log_G = weights["kda.a_log"].float()
+        self.dt_bias_GK = weights["kda.dt_bias"].float().view(config.num_value_heads, config.key_dim)
+
+    def forward(self, x_TD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """x is normed; returns the mixer's output [T, D]."""
+        config = self.config
+        with ctx.tracer.span("kda.project"):
+            halo = Halo(x_TD, config.conv_width - 1, ctx)
+            raw_TC = F.linear(x_TD, self.qkv_CD)
+            history_NWC = halo.history(raw_TC, self.qkv_CD, self.index)
+        with ctx.tracer.span("kda.conv"):
+            mixed_TC = ctx.kernels.conv.causal_conv_silu(
+                raw_TC, self.weights["kda.conv"], offsets=ctx.offsets, history_NWC=history_NWC
+            )
+            q_THK, k_THK, v_TGV = self._split(mixed_TC, ctx)
+            g_TGK, beta_TG = self._gates(x_TD, ctx)
+        out_TGV = self._recurrence(q_THK, k_THK, v_TGV, g_TGK, beta_TG, ctx)
+        self._keep_conv_tails(raw_TC, history_NWC, ctx)
+        with ctx.tracer.span("kda.output"):
+            normed = ctx.kernels.norm.gated_rms_norm(
+                out_TGV, self._output_gate(x_TD), self.weights["kda.o_norm"], config.norm_eps
+            )
+            return F.linear(normed.flatten(1), self.weights["kda.o_proj"])
+
+    def _split(self, mixed_TC: torch.Tensor, ctx: StepContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        config = self.config
+        width = config.num_heads * config.key_dim
+        q_TC, k_TC, v_TC = mixed_TC.split((width, width, config.num_value_heads * config.value_dim), dim=1)
+        q_THK = q_TC.unflatten(1, (config.num_heads, config.key_dim))
+        k_THK = k_TC.unflatten(1, (config.num_heads, config.key_dim))
+        v_TGV = v_TC.unflatten(1, (config.num_value_heads, config.value_dim))
+        return ctx.kernels.kda.l2_normalize(q_THK), ctx.kernels.kda.l2_normalize(k_THK), v_TGV
+
+    def _gates(self, x_TD: torch.Tensor, ctx: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log decay fp32 [T, G, K], beta fp32 [T, G])."""
+        config = self.config
+        low_TR = F.linear(x_TD, self.weights["kda.f_a"])
+        raw_TGK = F.linear(low_TR, self.weights["kda.f_b"]).unflatten(1, (config.num_value_heads, config.key_dim))
+        g_TGK = ctx.kernels.kda.gate(raw_TGK, self.a_log_G, self.dt_bias_GK, config.lower_bound)
+        beta_TG = torch.sigmoid(F.linear(x_TD, self.weights["kda.b_proj"]).float())
+        return g_TGK, 2 * beta_TG if config.allow_neg_eigval else beta_TG
+
+    def _output_gate(self, x_TD: torch.Tensor) -> torch.Tensor:
+        if self.config.output_gate_rank is None:
+            gate_TF = F.linear(x_TD, self.weights["kda.g_proj"])
+        else:
+            gate_TF = F.linear(F.linear(x_TD, self.weights["kda.g_a"]), self.weights["kda.g_b"])
+        return gate_TF.unflatten(1, (self.config.num_value_heads, self.config.value_dim))
+
+    def _recurrence(
+        self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_TGV: torch.Tensor, g_TGK: torch.Tensor, beta_TG: torch.Tensor,
+        ctx: StepContext,
+    ) -> torch.Tensor:  # fmt: skip
+        """[T, G, V]. Fragments are scanned in two rounds: those that start their chain, then those that wait for states."""
+        kernels, scale = ctx.kernels.kda, self.config.key_dim**-0.5
+        out_TGV = v_TGV.new_empty(v_TGV.shape)
+        streams = (q_THK, k_THK, v_TGV, g_TGK, beta_TG)
+
+        def prepare(numbers: list[int]):
+            rows = [slice(ctx.offsets[n], ctx.offsets[n + 1]) for n in numbers]
+            parts = [stream[rows[0]] if len(rows) == 1 else torch.cat([stream[r] for r in rows]) for stream in streams]
+            offsets = [0]
+            for n in numbers:
+                offsets.append(offsets[-1] + ctx.local[n].length)
+            return kernels.prepare(*parts, offsets=offsets, scale=scale)
+
+        def scan(numbers: list[int], prepared, initial_NGKV: torch.Tensor) -> torch.Tensor:
+            result = kernels.scan(prepared, initial_NGKV)
+            row = 0
+            for i, n in enumerate(numbers):
+                fragment = ctx.local[n]
+                out_TGV[ctx.offsets[n] : ctx.offsets[n + 1]] = result.out_TGV[row : row + fragment.length]
+                row += fragment.length
+                if ctx.is_last(fragment):
+                    self._keep_state(fragment.job, result.state_NGKV[i], ctx)
+            return result.state_NGKV
+
+        published: dict = {}
+        first = [n for n, fragment in enumerate(ctx.local) if fragment.order == 0]
+        later = [n for n, fragment in enumerate(ctx.local) if fragment.order > 0]
+        if first:
+            with ctx.tracer.span("kda.scan_first"):
+                before = torch.stack([ctx.jobs[ctx.local[n].job].before.kda[self.index].state_GKV for n in first])
+                states_NGKV = scan(first, prepare(first), before)
+            for state_GKV, n in zip(states_NGKV, first, strict=True):
+                if publishes(ctx.layout, ctx.local[n]):
+                    published[ctx.local[n]] = Summary(state_GKV, None)
+        prepared = None
+        if later:
+            with ctx.tracer.span("kda.summarize"):
+                prepared = prepare(later)
+                for i, n in enumerate(later):
+                    if publishes(ctx.layout, ctx.local[n]):
+                        published[ctx.local[n]] = kernels.summarize(prepared, i)
+        incoming = EXCHANGES[ctx.exchange](self.config, published, ctx)
+        if later:
+            with ctx.tracer.span("kda.scan"):
+                scan(later, prepared, torch.stack([incoming[ctx.local[n]] for n in later]))
+        return out_TGV
+
+    def _keep_state(self, job: int, state_GKV: torch.Tensor, ctx: StepContext) -> None:
+        # the conv tail follows when it is known (_keep_conv_tails)
+        tail = ctx.jobs[job].before.kda[self.index].conv_tail_WC
+        ctx.jobs[job].after.kda[self.index] = KdaState(state_GKV=state_GKV, conv_tail_WC=tail)
+
+    def _keep_conv_tails(self, raw_TC: torch.Tensor, history_NWC: torch.Tensor, ctx: StepContext) -> None:
+        width = self.config.conv_width - 1
+        for n, fragment in enumerate(ctx.local):
+            if ctx.is_last(fragment):
+                rows_TC = raw_TC[ctx.offsets[n] : ctx.offsets[n + 1]][-width:] if width else raw_TC[:0]
+                missing = width - rows_TC.shape[0]
+                tail_WC = torch.cat((history_NWC[n, width - missing :], rows_TC))
+                ctx.jobs[fragment.job].after.kda[self.index].conv_tail_WC = tail_WC
+
+
+class Halo:
+    """The `width` input rows before each local fragment: sent by the constructor, projected by `history`."""
+
+    def __init__(self, x_TD: torch.Tensor, width: int, ctx: StepContext) -> None:
+        self.ctx = ctx
+        self.width = width
+        self.plan = ctx.halo_plan(width)
+        hidden = x_TD.shape[1]
+        self.received = {}
+        if ctx.group.size > 1:
+            with ctx.tracer.span("kda.halo", "collective"):
+                self.received = ctx.group.exchange(
+                    {peer: x_TD[list(rows)] for peer, rows in self.plan.sends.items()},
+                    {peer: (len(slots), hidden) for peer, slots in self.plan.receives.items()},
+                    dtype=x_TD.dtype,
+                    op="kda_halo",
+                )
+
+    def history(self, raw_TC: torch.Tensor, weight_CD: torch.Tensor, layer: int) -> torch.Tensor:
+        """Raw projected rows before each local fragment, [N, width, C]; zeros before a job's first token."""
+        ctx, plan = self.ctx, self.plan
+        history_NWC = raw_TC.new_zeros(len(ctx.local), self.width, raw_TC.shape[1])
+        for peer, slots in plan.receives.items():
+            for row_C, (n, slot) in zip(F.linear(self.received[peer], weight_CD), slots, strict=True):
+                history_NWC[n, slot] = row_C
+        for local_row, (n, slot) in plan.local:
+            history_NWC[n, slot] = raw_TC[local_row]
+        for job, tail_row, (n, slot) in plan.tails:
+            history_NWC[n, slot] = ctx.jobs[job].before.kda[layer].conv_tail_WC[tail_row]
+        return history_NWC

@@ -1,0 +1,76 @@
+"""A model on one rank: embedding, layers, final norm and head over this rank's rows of a step.
+
+T local rows, D hidden
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from longprefill.workers.model.config import DenseConfig, KdaConfig, LayerConfig, ModelConfig
+from longprefill.workers.model.layers.attention import AttentionLayer
+from longprefill.workers.model.layers.context import StepContext
+from longprefill.workers.model.layers.feed_forward import DenseLayer, MoeLayer
+from longprefill.workers.model.layers.kda import KdaLayer
+from longprefill.workers.model.layers.residual import AttnResStream, PlainStream, ResidualStream
+
+
+class Model:
+    """`weights` are canonical tensors (parameters.py) in the compute dtype; the model keeps them and may fuse some."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
+        self.config = config
+        self.embed = weights["embed"]
+        self.head = weights["embed"] if config.tie_embeddings else weights["head"]
+        self.final_norm = weights["final_norm"]
+        self.layers = tuple(_Layer(n, spec, config, _scope(weights, f"layers.{n}.")) for n, spec in enumerate(config.layers))
+        self.residual_queries = {
+            name.removesuffix(".query"): weights[name].float() * weights[name.removesuffix("query") + "norm"].float()
+            for name in weights
+            if name.endswith("_res.query")
+        }
+
+    def forward(self, token_ids_T: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """All layers over this rank's rows; returns what the final norm reads, [T, D]. Caches and states are updated in
+        `ctx`."""
+        stream = self._stream(self.embed[token_ids_T], ctx)
+        for n, layer in enumerate(self.layers):
+            with ctx.tracer.span(layer.name, "layer", layer=n):
+                x_TD = ctx.kernels.norm.rms_norm(stream.mixer_input(n), layer.mixer_norm, self.config.norm_eps)
+                stream.add(layer.mixer.forward(x_TD, ctx))
+                x_TD = ctx.kernels.norm.rms_norm(stream.ffn_input(n), layer.ffn_norm, self.config.norm_eps)
+                stream.add(layer.ffn.forward(x_TD, ctx))
+        return stream.final()
+
+    def logits(self, hidden_TD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """fp32 logits [T, vocab] of rows of `forward`'s result."""
+        normed = ctx.kernels.norm.rms_norm(hidden_TD, self.final_norm, self.config.norm_eps)
+        return F.linear(normed, self.head).float()
+
+    def _stream(self, embedding_TD: torch.Tensor, ctx: StepContext) -> ResidualStream:
+        if self.config.residual is None:
+            return PlainStream(embedding_TD)
+        return AttnResStream(embedding_TD, self.config.residual, self.residual_queries, ctx.kernels.residual)
+
+
+class _Layer:
+    def __init__(self, index: int, spec: LayerConfig, config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
+        self.mixer_norm = weights["mixer_norm"]
+        self.ffn_norm = weights["ffn_norm"]
+        if isinstance(spec.mixer, KdaConfig):
+            self.name = "kda"
+            self.mixer = KdaLayer(index, spec.mixer, weights)
+        else:
+            self.name = "mla" if spec.mixer.indexer is None else "dsa"
+            self.mixer = AttentionLayer(index, spec.mixer, weights)
+        if isinstance(spec.ffn, DenseConfig):
+            self.ffn = DenseLayer(spec.ffn, weights)
+        else:
+            self.ffn = MoeLayer(index, spec.ffn, weights)
+
+
+def _scope(weights: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
