@@ -1,7 +1,7 @@
 """Halo of a causal convolution: where the `width` rows before each fragment come from (kernel width = width + 1).
 
 A row before a fragment's start is one of three things: a row of this step (on any rank, the same one included; a halo
-spans several fragments when a fragment is shorter than the width), a row of the conv tail in the job's boundary state, or
+spans several fragments when one is shorter than the width), a row of the conv tail in the job's boundary state, or
 nothing, before the job's first token. All ranks derive the same plan; nothing about it is communicated.
 """
 

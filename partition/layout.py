@@ -1,8 +1,8 @@
 """The fragment table: the engine's only notion of who computes which token of a step.
 
-A step is an ordered list of `Slice`s (job, start, end). A `Layout` cuts every slice into `Fragment`s, contiguous runs of
-one job's tokens on one rank. Zigzag and contiguous cuts are generators of this table (`generators.py`); nothing else in
-the engine knows how a table came about. Positions are absolute in the job's prompt.
+A step is an ordered list of `Slice`s (job, start, end). A `Layout` cuts every slice into `Fragment`s, contiguous runs
+of one job's tokens on one rank. Zigzag and contiguous cuts are generators of this table (`generators.py`); nothing else
+in the engine knows how a table came about. Positions are absolute in the job's prompt.
 
 A rank's *local rows* are its fragments one after another in table order (slice order, then chain order). The *gathered
 rows* of a step are the local rows of rank 0, then of rank 1, and so on. The *ordered rows* of a step are its tokens by
@@ -66,8 +66,8 @@ class Layout:
     Ranks without fragments are legal. All lookups are O(1) after their first call (`locate`: O(log fragments)).
 
     Raises:
-        ValueError: a slice is not covered exactly once, a chain is out of order, a cut is off the page grid, a rank is out
-            of range, or a job has two slices.
+        ValueError: a slice is not covered exactly once, a chain is out of order, a cut is off the page grid, a rank is
+            out of range, or a job has two slices.
     """
 
     num_ranks: int

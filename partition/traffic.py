@@ -1,0 +1,202 @@
+"""The work model's other half: bytes and messages that a layout makes every rank send and receive, by operation.
+
+A message is one non-empty transfer between two ranks in one layer; what stays on a rank is free. The counts are those
+of direct exchanges (every rank sends its part to every peer); a ring or a tree moves the same received bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from longprefill.partition.halo import RowSource, halo_moves, tail_sources
+from longprefill.partition.layout import Layout
+from longprefill.partition.shapes import KdaShape, LayerShape, MlaShape, ModelShape
+from longprefill.partition.work import Exchange, chain_role, check_exchange, head_share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What one rank sends to and receives from other ranks."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    sent_messages: int = 0
+    received_messages: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            sent_bytes=self.sent_bytes + other.sent_bytes,
+            received_bytes=self.received_bytes + other.received_bytes,
+            sent_messages=self.sent_messages + other.sent_messages,
+            received_messages=self.received_messages + other.received_messages,
+        )
+
+    def times(self, factor: int) -> Traffic:
+        """The same exchange `factor` times."""
+        return Traffic(
+            sent_bytes=factor * self.sent_bytes,
+            received_bytes=factor * self.received_bytes,
+            sent_messages=factor * self.sent_messages,
+            received_messages=factor * self.received_messages,
+        )
+
+
+PerRank = tuple[Traffic, ...]
+
+
+def halo_traffic(layout: Layout, *, width: int, row_bytes: int) -> PerRank:
+    """Conv halo of one layer: `width` rows before every fragment, one message a pair of ranks."""
+    pair_bytes: Counter[tuple[int, int]] = Counter()
+    for move in halo_moves(layout, width):
+        if isinstance(move.source, RowSource):
+            pair_bytes[move.source.rank, move.fragment.rank] += row_bytes
+    return _by_rank(layout.num_ranks, _messages(pair_bytes))
+
+
+def summary_traffic(layout: Layout, kda: KdaShape, exchange: Exchange, *, head_groups: int | None = None) -> PerRank:
+    """KDA states of one layer.
+
+    all_gather: every rank receives every published summary (the first fragment's E, the middle ones' [E | M]).
+    head_transposed: all-to-all of the summaries by the heads' folding rank, then of the incoming states back.
+    relay: every fragment's final state to the next one, in `head_groups` messages (default: one a head).
+
+    Raises:
+        ValueError: an unknown exchange, or head_groups outside [1, value heads].
+    """
+    check_exchange(exchange)
+    if exchange == "all_gather":
+        return _gathered(_published_bytes(layout, kda))
+    if exchange == "head_transposed":
+        return _head_transposed(layout, kda)
+    return _relayed(layout, kda, kda.num_value_heads if head_groups is None else head_groups)
+
+
+def cache_row_traffic(layout: Layout, row_bytes: int) -> PerRank:
+    """The packed gather of one layer's cache rows: every row of the step reaches every rank."""
+    return _gathered([num_rows * row_bytes for num_rows in layout.row_counts])
+
+
+def boundary_traffic(layout: Layout, mixer: KdaShape | MlaShape, element_bytes: int) -> PerRank:
+    """The boundary state of one layer at the step's end, brought to all ranks.
+
+    KDA: the chain's final state from the owner of its last fragment, the projected rows of the conv tail from theirs.
+    MLA with pooled keys: key and gate of the tokens of the incomplete pool. Other layers leave nothing but cache rows.
+    """
+    pair_bytes: Counter[tuple[int, int]] = Counter()
+    for piece in layout.slices:
+        last = layout.chain(piece.job)[-1]
+        owned: Counter[int] = Counter()
+        if isinstance(mixer, KdaShape):
+            owned[last.rank] += mixer.state_bytes
+            for source in tail_sources(layout, piece.job, max(mixer.conv_width - 1, 0)):
+                if isinstance(source, RowSource):
+                    owned[source.rank] += mixer.conv_channels * element_bytes
+        elif mixer.indexer is not None:
+            # Pools divide a page, so the rows of an incomplete pool lie in the last fragment or in the old tail.
+            num_rows = min(piece.end % mixer.indexer.pool, last.length)
+            owned[last.rank] += num_rows * 2 * mixer.indexer.head_dim * element_bytes
+        for sender, num_bytes in owned.items():
+            for receiver in range(layout.num_ranks):
+                pair_bytes[sender, receiver] += num_bytes
+    return _by_rank(layout.num_ranks, _messages(pair_bytes))
+
+
+def layer_traffic(
+    layout: Layout, layer: LayerShape, model: ModelShape, exchange: Exchange = "all_gather"
+) -> dict[str, PerRank]:
+    """All exchanges of one layer by operation name: halo, kda_states, cache_rows, boundary."""
+    mixer = layer.mixer
+    boundary = boundary_traffic(layout, mixer, model.element_bytes)
+    if isinstance(mixer, KdaShape):
+        row_bytes = model.hidden * model.element_bytes
+        return {
+            "halo": halo_traffic(layout, width=max(mixer.conv_width - 1, 0), row_bytes=row_bytes),
+            "kda_states": summary_traffic(layout, mixer, exchange),
+            "boundary": boundary,
+        }
+    return {"cache_rows": cache_row_traffic(layout, mixer.row_bytes), "boundary": boundary}
+
+
+def step_traffic(layout: Layout, model: ModelShape, exchange: Exchange = "all_gather") -> dict[str, PerRank]:
+    """All exchanges of a whole step by operation name."""
+    totals: dict[str, PerRank] = {}
+    for layer, repeats in Counter(model.layers).items():
+        for operation, ranks in layer_traffic(layout, layer, model, exchange).items():
+            before = totals.get(operation, (Traffic(),) * layout.num_ranks)
+            totals[operation] = tuple(
+                total + traffic.times(repeats) for total, traffic in zip(before, ranks, strict=True)
+            )
+    return totals
+
+
+def _published_bytes(layout: Layout, kda: KdaShape) -> list[int]:
+    """Summary bytes that every rank publishes in one layer, all heads."""
+    published = [0] * layout.num_ranks
+    for piece in layout.slices:
+        chain = layout.chain(piece.job)
+        for fragment in chain:
+            role = chain_role(fragment.order, len(chain))
+            published[fragment.rank] += kda.state_bytes * role.publishes_state
+            published[fragment.rank] += kda.transition_bytes * role.publishes_transition
+    return published
+
+
+def _head_transposed(layout: Layout, kda: KdaShape) -> PerRank:
+    num_ranks, num_heads = layout.num_ranks, kda.num_value_heads
+    shares = [head_share(num_heads, num_ranks, rank) for rank in range(num_ranks)]
+    num_continuing = [0] * num_ranks
+    for fragment in layout.fragments:
+        num_continuing[fragment.rank] += fragment.order > 0
+    published = _published_bytes(layout, kda)
+    there: Counter[tuple[int, int]] = Counter()
+    back: Counter[tuple[int, int]] = Counter()
+    for owner in range(num_ranks):
+        for folder, share in enumerate(shares):
+            if share:
+                there[owner, folder] += published[owner] // num_heads * share
+                back[folder, owner] += num_continuing[owner] * kda.state_bytes // num_heads * share
+    return _by_rank(num_ranks, [*_messages(there), *_messages(back)])
+
+
+def _relayed(layout: Layout, kda: KdaShape, head_groups: int) -> PerRank:
+    if not 1 <= head_groups <= kda.num_value_heads:
+        raise ValueError(f"head_groups={head_groups}: need 1 to {kda.num_value_heads}, the number of value heads")
+    hops = [
+        (before.rank, after.rank, kda.state_bytes, head_groups)
+        for before, after in zip(layout.fragments, layout.fragments[1:], strict=False)
+        if before.job == after.job and before.rank != after.rank
+    ]
+    return _by_rank(layout.num_ranks, hops)
+
+
+def _gathered(part_bytes: Sequence[int]) -> PerRank:
+    """Every rank's part to every other rank; empty parts send nothing."""
+    num_ranks, total = len(part_bytes), sum(part_bytes)
+    num_parts = sum(part > 0 for part in part_bytes)
+    return tuple(
+        Traffic(
+            sent_bytes=part * (num_ranks - 1),
+            received_bytes=total - part,
+            sent_messages=(num_ranks - 1) * (part > 0),
+            received_messages=num_parts - (part > 0),
+        )
+        for part in part_bytes
+    )
+
+
+def _messages(pair_bytes: Mapping[tuple[int, int], int]) -> Iterable[tuple[int, int, int, int]]:
+    """(sender, receiver, bytes, 1) of every pair that exchanges anything."""
+    for (sender, receiver), num_bytes in pair_bytes.items():
+        if sender != receiver and num_bytes:
+            yield sender, receiver, num_bytes, 1
+
+
+def _by_rank(num_ranks: int, transfers: Iterable[tuple[int, int, int, int]]) -> PerRank:
+    """Per rank sums of (sender, receiver, bytes, messages)."""
+    ranks = [Traffic() for _ in range(num_ranks)]
+    for sender, receiver, num_bytes, num_messages in transfers:
+        ranks[sender] += Traffic(sent_bytes=num_bytes, sent_messages=num_messages)
+        ranks[receiver] += Traffic(received_bytes=num_bytes, received_messages=num_messages)
+    return tuple(ranks)
