@@ -5,7 +5,7 @@
 #   scripts/venv.sh            make it
 #   source scripts/venv.sh     make it, and set ROOT, VENV and the environment that our processes run in
 #
-# PYTHON=python3.12 scripts/venv.sh takes another interpreter. pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...)
+# PYTHON=python3.12 scripts/venv.sh makes it with another interpreter. pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...)
 # say where packages come from, for example a CPU-only build of torch.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 # What the environment was made from; the checkout's place counts because the editable install points there.
 venv_fingerprint() {
-    { cat "$ROOT/constraints.txt" "$ROOT/pyproject.toml" "$ROOT/setup.py"; echo "$ROOT ${PYTHON:-}"; } | cksum
+    { cat "$ROOT/constraints.txt" "$ROOT/pyproject.toml" "$ROOT/setup.py"; echo "$ROOT"; } | cksum
 }
 
 venv_is_current() {
@@ -41,7 +41,8 @@ make_venv() {
         echo "venv.sh: warning: no C++ compiler (${CXX:-g++}): the C++ kernels cannot be built, the slow reference" \
             "kernels run instead; install g++ or set CXX" >&2
     fi
-    if [ ! -x "$VENV/bin/python" ] || ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
+    # The programs in an environment name its place, so one that was moved or half made is made anew.
+    if ! grep -qsF "$VENV" "$VENV/bin/activate" || ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
         echo "venv.sh: making $VENV with $("$python" --version) (log: $log)" >&2
         if ! "$python" -m venv --clear "$VENV" >"$log" 2>&1; then
             cat "$log" >&2

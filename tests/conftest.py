@@ -1,4 +1,4 @@
-"""What every test runs under: poisoned fresh memory, one torch thread, a repeatable hypothesis, no module imported twice."""
+"""What every test runs under: poisoned memory, one torch thread, repeatable examples, no module imported twice."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def one_torch_thread() -> None:
 
 
 def bare_modules() -> list[str]:
-    """Modules of this checkout that were imported without `longprefill.` in front: second copies, with second globals."""
+    """Modules of this checkout that were imported without `longprefill.` in front: second copies with own globals."""
     found = []
     for name, module in sorted(sys.modules.items()):
         if name.partition(".")[0] not in ROOTS:
