@@ -16,7 +16,7 @@ import torch
 
 
 class GroupError(RuntimeError):
-    """A collective did not end: a peer died, hung beyond the deadline, or the group was closed. Names rank, op, cause."""
+    """A collective failed: a peer died, hung beyond the deadline, or the group was closed. Names rank, op and cause."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)  # one argument, so that it pickles across Ray
@@ -60,22 +60,28 @@ class Group(ABC):
 
     @abstractmethod
     def start_all_gather_rows(self, local_LX: torch.Tensor, counts: Sequence[int], *, op: str) -> Pending:
-        """Ragged all-gather along dim 0: rank r contributes `counts[r]` rows (0 is legal), all rows have one shape and dtype.
-        The result is [sum(counts), ...] in rank order. The input must not be changed before `wait`."""
+        """Ragged all-gather along dim 0: rank r contributes `counts[r]` rows (0 is legal), all rows have one shape and
+        dtype. The result is [sum(counts), ...] in rank order. The input must not be changed before `wait`."""
 
     def all_gather_rows(self, local_LX: torch.Tensor, counts: Sequence[int], *, op: str) -> torch.Tensor:
         return self.start_all_gather_rows(local_LX, counts, op=op).wait()
 
     @abstractmethod
     def exchange(
-        self, sends: Mapping[int, torch.Tensor], receive_shapes: Mapping[int, tuple[int, ...]], *, dtype: torch.dtype, op: str
+        self,
+        sends: Mapping[int, torch.Tensor],
+        receive_shapes: Mapping[int, tuple[int, ...]],
+        *,
+        dtype: torch.dtype,
+        op: str,
     ) -> dict[int, torch.Tensor]:
-        """Point-to-point messages, all in flight at once: `sends[peer]` goes to that peer, the result holds one tensor for
-        each peer of `receive_shapes`. A message to oneself is a copy. Peers that appear in neither cost nothing."""
+        """Point-to-point messages, all in flight at once: `sends[peer]` goes to that peer, the result holds one tensor
+        for each peer of `receive_shapes`. A message to oneself is a copy. Peers that appear in neither cost nothing."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, root: int, *, op: str) -> torch.Tensor:
-        """The root's tensor on every rank; the others pass a buffer of the same shape and dtype, which is filled and returned."""
+        """The root's tensor on every rank; the others pass a buffer of the same shape and dtype, which is filled and
+        returned."""
 
     @abstractmethod
     def barrier(self, *, op: str) -> None: ...
