@@ -69,7 +69,7 @@ def cache_kinds(config: ModelConfig, formats: CacheFormats) -> tuple[CacheKind, 
         mla = spec.mixer
         if not isinstance(mla, MlaConfig):
             continue
-        latent = make_format("latent", formats.latent, latent_rank=mla.kv_lora_rank, rope_dim=mla.rope_dim)
+        latent = make_format("latent", formats.latent, width=mla.kv_lora_rank + mla.rope_dim, rope_dim=mla.rope_dim)
         kinds.append(CacheKind(layer=layer, kind="latent", format=latent, tokens_per_row=1))
         if mla.indexer is not None:
             key = make_format("index_key", formats.index_key, width=mla.indexer.head_dim)
