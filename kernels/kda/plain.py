@@ -24,7 +24,7 @@ GROUP_BYTES = 8 << 20
 """Tiles are prepared in groups whose work buffers take about this much, so that they stay in cache whatever T."""
 POINTWISE_ELEMENTS = 1 << 18
 """Elements a block of rows in the pointwise functions: about 1 MiB, which stays in L2."""
-ZERO_CHECK_TILES = 8
+ZERO_CHECK_TILES = 4
 """A summary looks this often whether its transition has underflowed to exactly zero."""
 
 
@@ -107,12 +107,14 @@ def prepare(
         num_values=num_values,
         out_dtype=v_TGV.dtype,
     )
-    tile_bytes = dtype.itemsize * num_heads * C * (5 * num_keys + num_values + 2 * C)
-    group = max(1, GROUP_BYTES // tile_bytes)
+    work_elements = 3 * C * num_keys + C * C  # alpha, (k, q) and L of one tile and head
+    group = max(1, min(len(tiles.starts), GROUP_BYTES // (dtype.itemsize * num_heads * work_elements)))
+    work = new.new_empty(group * num_heads * work_elements)
     for first in range(0, len(tiles.starts), group):
         chosen = range(first, min(first + group, len(tiles.starts)))
         rows = [_tile_rows(x, tiles, chosen) for x in (q_THK, k_THK, v_TGV, g_TGK, beta_TG)]
-        _prepare_group(*rows, prepared, slice(chosen.start * num_heads, chosen.stop * num_heads), scale)
+        which = slice(chosen.start * num_heads, chosen.stop * num_heads)
+        _prepare_group(*rows, prepared=prepared, which=which, scale=scale, work=work)
     return prepared
 
 
@@ -135,12 +137,12 @@ def summarize(prepared: PreparedTiles, segment: int, *, initial_state_GKV: torch
         delta_GCJ.baddbmm_(w_u_GCJ[:, :, :num_keys], state_GKJ, alpha=-1)
         state_GKJ.mul_(prepared.decay_YK[which].unsqueeze(-1))
         state_GKJ.baddbmm_(prepared.k_YCK[which].transpose(1, 2), delta_GCJ)
-        if with_transition and index % ZERO_CHECK_TILES == 0 and not state_GKJ[:, :, num_values:].any():
+        if with_transition and index % ZERO_CHECK_TILES == 0 and _flush_denormals(state_GKJ[:, :, num_values:]):
             # Later tiles multiply this zero: from here on only E is left to compute.
             state_GKJ, delta_GCJ = (x[:, :, :num_values].contiguous() for x in (state_GKJ, delta_GCJ))
             with_transition = False
     state_GKV = state_GKJ[:, :, :num_values].contiguous()
-    if not with_transition or not state_GKJ[:, :, num_values:].any():
+    if not with_transition or _flush_denormals(state_GKJ[:, :, num_values:]):
         return Summary(state_GKV, None)
     return Summary(state_GKV, state_GKJ[:, :, num_values:].contiguous())
 
@@ -194,6 +196,18 @@ def step(
     return out_GV.to(v_GV.dtype), new_GKV
 
 
+def _flush_denormals(x_GKK: torch.Tensor) -> bool:
+    """Sets what is below the smallest normal number to 0 in place; true if nothing is left.
+
+    Rounding to nearest never takes a decaying denormal to 0, and arithmetic on it is many times slower.
+    """
+    is_normal_GKK = x_GKK.abs() >= torch.finfo(x_GKK.dtype).tiny
+    if not is_normal_GKK.any():
+        return True
+    x_GKK.mul_(is_normal_GKK)
+    return False
+
+
 def _row_blocks(x: torch.Tensor) -> list[slice]:
     """Slices of dim 0 that hold about POINTWISE_ELEMENTS elements each."""
     size = max(1, POINTWISE_ELEMENTS // max(1, x[:1].numel()))
@@ -217,9 +231,12 @@ def _tile_rows(x_T: torch.Tensor, tiles: TileTable, chosen: range) -> torch.Tens
 
 def _prepare_group(
     q_ZCHK: torch.Tensor, k_ZCHK: torch.Tensor, v_ZCGV: torch.Tensor, g_ZCGK: torch.Tensor, beta_ZCG: torch.Tensor,
-    prepared: PreparedTiles, which: slice, scale: float,
+    *, prepared: PreparedTiles, which: slice, scale: float, work: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fills the rows `which` of `prepared`. Every decay is a running product of alpha <= 1 (README, dyadic split)."""
+    """Fills the rows `which` of `prepared`. Every decay is a running product of alpha <= 1 (README, dyadic split).
+
+    `work` is scratch for all groups: fresh pages for every group would cost more than the arithmetic on them.
+    """
     num_keys, heads, dtype = k_ZCHK.shape[-1], prepared.num_heads, prepared.k_YCK.dtype
     num_tiles = k_ZCHK.shape[0]
     repeat = heads // k_ZCHK.shape[2]
@@ -228,9 +245,13 @@ def _prepare_group(
     beta_YC1 = beta_ZCG.to(dtype).transpose(1, 2).reshape(-1, C, 1)
     attention_YCC, k_end_YCK = prepared.attention_YCC[which], prepared.k_YCK[which]
 
-    alpha_ZGCK = g_ZCGK.to(dtype).transpose(1, 2).exp().contiguous()
-    alpha_ZHRCK = alpha_ZGCK.view(*split, num_keys)
-    k_q_YC2K = alpha_ZGCK.new_empty(num_tiles * heads, C, 2, num_keys)  # rows (k_i, q_i) decayed from their block's start
+    num = num_tiles * heads
+    sizes = [num * C * num_keys, num * C * 2 * num_keys, num * C * C]
+    alpha, k_q, lower = work[: sum(sizes)].split(sizes)
+    alpha_YCK, lower_YCC = alpha.view(num, C, num_keys), lower.view(num, C, C)  # the solver reads L below its diagonal only
+    torch.exp(g_ZCGK.to(dtype).transpose(1, 2), out=alpha_YCK.view(num_tiles, heads, C, num_keys))
+    alpha_ZHRCK = alpha_YCK.view(*split, num_keys)
+    k_q_YC2K = k_q.view(num, C, 2, num_keys)  # rows (k_i, q_i), decayed from their block's start
     by_head = k_q_YC2K.view(*split, 2, num_keys)
     torch.mul(k_ZH1CK, alpha_ZHRCK, out=by_head[..., 0, :])
     torch.mul(q_ZH1CK, alpha_ZHRCK, out=by_head[..., 1, :])
@@ -238,20 +259,20 @@ def _prepare_group(
     diagonal_ZHRC = torch.linalg.vecdot(q_ZH1CK, k_ZH1CK).mul_(scale).expand(split)
     attention_YCC.view(*split, C).diagonal(dim1=-2, dim2=-1).copy_(diagonal_ZHRC)
 
-    lower_YCC = torch.empty_like(attention_YCC)  # the solver reads its strict lower triangle only
-    decay_YK = _dyadic_products(k_q_YC2K, k_end_YCK, alpha_ZGCK.view(-1, C, num_keys), beta_YC1, lower_YCC, attention_YCC, scale)
-    prepared.decay_YK[which] = decay_YK
+    prepared.decay_YK[which] = _dyadic_products(
+        k_q_YC2K, k_end_YCK, alpha_YCK, beta_YC1, lower_YCC, attention_YCC, scale
+    )
 
     w_u_YCJ = prepared.w_u_YCJ[which]
     torch.mul(k_q_YC2K[:, :, 0], beta_YC1, out=w_u_YCJ[:, :, :num_keys])
     torch.mul(k_q_YC2K[:, :, 1], scale, out=prepared.q_YCK[which])
     beta_ZGC1 = beta_YC1.view(num_tiles, heads, C, 1)
     torch.mul(v_ZCGV.to(dtype).transpose(1, 2), beta_ZGC1, out=w_u_YCJ.view(num_tiles, heads, C, -1)[..., num_keys:])
-    # X (I + L)^T = rhs^T with both sides transposed views: row-major data is what the solver wants, nothing is copied.
-    solved = torch.linalg.solve_triangular(
-        lower_YCC.transpose(1, 2), w_u_YCJ.transpose(1, 2), upper=True, left=False, unitriangular=True
+    # X (I + L)^T = rhs^T on transposed views: row-major data is column-major transposed, so the solver works in place.
+    rhs_YJC = w_u_YCJ.transpose(1, 2)
+    torch.linalg.solve_triangular(
+        lower_YCC.transpose(1, 2), rhs_YJC, upper=True, left=False, unitriangular=True, out=rhs_YJC
     )
-    w_u_YCJ.copy_(solved.transpose(1, 2))
 
 
 def _dyadic_products(
