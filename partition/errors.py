@@ -6,7 +6,7 @@ keeps its traceback. Instances pickle, so they cross process borders unchanged. 
 
 
 class UserError(Exception):
-    """An expected negative answer. Its one argument is the whole message: what, its value, what is allowed, what to do."""
+    """An expected negative answer. Its argument is the whole message: what, its value, what is allowed, what to do."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
