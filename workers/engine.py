@@ -1,0 +1,279 @@
+"""The Ray actors: a prefill worker and a decode worker. One call per step and rank; Ray carries control, no cache bytes.
+
+Call order of a prefill worker, by the controller:
+
+    describe -> start -> join (a generation of the group) -> open_job -> [open_handoff] -> run_step ... ->
+    [finish_handoff] -> [dump | export_job] -> close_job -> stats
+
+`describe`, `ping` and `stats` run in their own thread, so a worker answers while a step computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import ray
+import torch
+from safetensors.torch import save_file
+
+from longprefill.comms.group import Group
+from longprefill.comms.solo import SoloGroup
+from longprefill.comms.torch_group import GroupSpec, TorchGroup
+from longprefill.comms.transport.holder import attach_pool
+from longprefill.kernels.backends import resolve
+from longprefill.workers import device as devices
+from longprefill.workers.cache.pages import CacheFormats, CachePool, cache_kinds
+from longprefill.workers.choices import Record, Recorder, Replayer
+from longprefill.workers.decode import DecodeRank, Sampling, Token
+from longprefill.workers.dump import collect
+from longprefill.workers.handoff import HandoffReceiver, HandoffSender, HandoffTarget, outbox_view
+from longprefill.workers.model.families.registry import read_config
+from longprefill.workers.model.model import Model
+from longprefill.workers.model.weights import fingerprint, load_weights
+from longprefill.workers.prefill import PrefillRank, StepPlan
+from longprefill.workers.snapshot import SnapshotIdentity, read_header, restore, write_snapshot
+from longprefill.workers.spec import WorkerInfo, WorkerSpec, WorkerStats
+from longprefill.workers.trace import Tracer
+
+logger = logging.getLogger(__name__)
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+CONTROL = {"control": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    rank: int
+    seconds: float
+    has_logits: tuple[int, ...]
+    """Jobs whose last logits this rank keeps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceReport:
+    """How a replayed run's own discrete choices differed (workers/choices.py)."""
+
+    rows: int
+    swaps: int
+    worst: float
+
+
+class _Worker:
+    """What both kinds of worker have: a model, a pool, a tracer."""
+
+    def __init__(self) -> None:
+        self._tracer = Tracer(False)
+        self._group: Group | None = None
+        self._past_comm: dict[str, tuple[int, int, float]] = {}
+
+    @ray.method(concurrency_group="control")
+    def describe(self) -> tuple[int, str]:
+        """(pid, node): known before anything is loaded, so that a stopped worker can be ended."""
+        return os.getpid(), socket.gethostname()
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> bool:
+        return True
+
+    @ray.method(concurrency_group="control")
+    def stats(self) -> WorkerStats:
+        """Peak memory, ledger and spans since the last call."""
+        comm = dict(self._past_comm)
+        if self._group is not None:
+            comm |= {op: (count.calls, count.bytes, count.seconds) for op, count in self._group.ledger.ops.items()}
+        spans = tuple((s.name, s.category, s.start_us, s.duration_us, s.layer, s.job) for s in self._tracer.take())
+        return WorkerStats(peak_rss_bytes=_peak_rss_bytes(), comm=comm, spans=spans)
+
+    def _start(self, spec: WorkerSpec) -> WorkerInfo:
+        started = time.perf_counter()
+        devices.configure_threads(spec.num_threads)
+        torch.set_flush_denormal(True)  # decays underflow through denormals, which are slow and count for nothing
+        self._spec = spec
+        self._device = devices.resolve_device(spec.device)
+        self._dtype = TORCH_DTYPES[spec.dtype]
+        self._config = read_config(spec.model_dir)
+        self._kernels = resolve(spec.device, spec.backends)
+        weights = load_weights(spec.model_dir, self._config, dtype=self._dtype, device=str(self._device))
+        weights_bytes = sum(tensor.nbytes for tensor in weights.values())
+        self._model = Model(self._config, weights)
+        self._formats = CacheFormats(latent=spec.latent_format, index_key=spec.index_format)
+        self._pool_file = attach_pool(Path(spec.pool_path))
+        self._pool = CachePool(self._pool_file.tensor, cache_kinds(self._config, self._formats), spec.num_pages)
+        self._tracer = Tracer(spec.trace)
+        pid, node = self.describe()
+        return WorkerInfo(
+            pid=pid, node=node, weights_bytes=weights_bytes, load_s=time.perf_counter() - started,
+            backends=self._kernels.names,
+        )  # fmt: skip
+
+    def _make_rank(self, group: Group) -> PrefillRank:
+        return PrefillRank(
+            self._model, group, self._pool, self._kernels, dtype=self._dtype, tracer=self._tracer, device=self._device,
+            keep_unpooled_keys=self._spec.keep_unpooled_keys,
+        )  # fmt: skip
+
+
+class PrefillWorker(_Worker):
+    """One rank of a prefill group."""
+
+    def start(self, spec: WorkerSpec) -> WorkerInfo:
+        """Loads the model and attaches the pool.
+
+        Raises:
+            UserError: the model, its weights or a backend cannot be used.
+        """
+        info = self._start(spec)
+        self._identity = SnapshotIdentity(fingerprint=fingerprint(spec.model_dir), dtype=spec.dtype, formats=self._formats)
+        self._sender: HandoffSender | None = None
+        self._logits: dict[int, torch.Tensor] = {}
+        return info
+
+    def join(self, group_spec: GroupSpec) -> None:
+        """Meets the other ranks of a generation; a group of one needs no meeting."""
+        if self._group is not None:
+            self._past_comm = dict(self.stats().comm)
+            self._group.close()
+        self._group = SoloGroup() if group_spec.size == 1 else TorchGroup(group_spec)
+        self._rank = self._make_rank(self._group)
+
+    def open_job(self, job: int, tokens: np.ndarray, table: Sequence[int], snapshot: str | None = None) -> int:
+        """Takes a job, fresh or from a snapshot file; returns the position it stands at."""
+        tokens_T = torch.from_numpy(np.array(tokens, dtype=np.int64))
+        self._rank.open_job(job, tokens_T, tuple(table))
+        if snapshot is not None:
+            read_header(snapshot, self._identity)
+            state = restore(snapshot, self._config, self._dtype, self._rank.cache(job))
+            self._rank.close_job(job)
+            self._rank.open_job(job, tokens_T, tuple(table), state)
+        return self._rank.state(job).position
+
+    def open_handoff(self, job: int, target: HandoffTarget, first_token: int) -> None:
+        """From now on every finished step's pages stream to the decode worker; pages before `first_token` go at once."""
+        assert self._group is not None
+        if self._sender is None:
+            outbox = outbox_view(self._pool_file.tensor, self._pool)
+            self._sender = HandoffSender(self._group.rank, self._group.size, self._pool, self._pool_file, outbox)
+        self._sender.open(job, target, self._rank.cache(job).table)
+        if first_token:
+            self._sender.send_pages(job, 0, first_token, is_last=False)
+
+    def run_step(self, plan: StepPlan, last_of: tuple[int, ...]) -> StepReport:
+        """One step; `last_of` names the jobs that end with it (their ragged pages stream too)."""
+        result = self._rank.run_step(plan)
+        self._logits |= result.logits
+        if self._sender is not None:
+            for part in plan.slices:
+                if self._sender.is_open(part.job):
+                    self._sender.send_pages(part.job, part.start, part.end, is_last=part.job in last_of)
+        assert self._group is not None
+        return StepReport(rank=self._group.rank, seconds=result.seconds, has_logits=tuple(result.logits))
+
+    def finish_handoff(self, job: int) -> bytes:
+        """Sends the state and logits if this rank has them, waits until everything has arrived; this rank's part of the
+        manifest."""
+        assert self._sender is not None
+        logits = self._logits.get(job)
+        state = self._rank.state(job) if logits is not None else None
+        return self._sender.finish(job, state, logits)
+
+    def cancel_handoff(self, job: int) -> None:
+        """Stops the transfer and returns when nothing of it is in flight."""
+        if self._sender is not None:
+            self._sender.cancel(job)
+
+    def dump(self, job: int, path: str, owner: int) -> None:
+        """A collective: all ranks collect, rank 0 writes the file."""
+        tensors = collect(self._rank, job, self._logits.get(job), owner)
+        if self._rank.group.rank == 0:
+            save_file(tensors, path)
+
+    def final_tensors(self, job: int, owner: int) -> dict[str, np.ndarray]:
+        """A collective: what `dump` writes, from rank 0, as fp32 arrays (small models and tests)."""
+        tensors = collect(self._rank, job, self._logits.get(job), owner)
+        return {name: tensor.float().numpy() for name, tensor in tensors.items()} if self._rank.group.rank == 0 else {}
+
+    def export_job(self, job: int, path: str, tokens: np.ndarray, logits: bool) -> None:
+        """Writes the job's snapshot."""
+        kept = self._logits.get(job) if logits else None
+        tokens_T = torch.from_numpy(np.array(tokens, dtype=np.int64))
+        write_snapshot(path, self._identity, tokens_T, self._rank.state(job), self._rank.cache(job), kept)
+
+    def close_job(self, job: int) -> None:
+        self._rank.close_job(job)
+        self._logits.pop(job, None)
+
+    def record_choices(self) -> None:
+        """Keeps every discrete choice from now on."""
+        self._rank.choices = Recorder()
+
+    def take_choices(self) -> Record:
+        """The choices recorded by this rank; recording ends."""
+        recorder = self._rank.choices
+        assert isinstance(recorder, Recorder)
+        self._rank.choices = None
+        return recorder.record
+
+    def replay_choices(self, record: Record) -> None:
+        """Uses recorded choices from now on."""
+        self._rank.choices = Replayer(record)
+
+    def end_replay(self) -> ChoiceReport:
+        """How this rank's own choices differed; replaying ends."""
+        replayer = self._rank.choices
+        assert isinstance(replayer, Replayer)
+        self._rank.choices = None
+        return ChoiceReport(rows=replayer.rows, swaps=replayer.swaps, worst=replayer.worst)
+
+
+class DecodeWorker(_Worker):
+    """Takes prefilled jobs over and generates."""
+
+    def start(self, spec: WorkerSpec, num_slots: int) -> WorkerInfo:
+        """Loads the model and attaches the pool that prefill ranks write to."""
+        info = self._start(spec)
+        self._group = SoloGroup()
+        self._decode = DecodeRank(self._make_rank(self._group))
+        self._receiver = HandoffReceiver(
+            self._config, self._dtype, self._pool, self._pool_file, fingerprint(spec.model_dir), num_slots
+        )
+        return info
+
+    def reserve(self, job: int, transfer: int, attempt: int, table: Sequence[int]) -> HandoffTarget:
+        """Room for a job before its first byte is sent."""
+        return self._receiver.reserve(job, transfer, attempt, tuple(table))
+
+    def commit(self, parts: Sequence[bytes], max_tokens: int) -> bytes:
+        """The manifest's parts of all ranks: verifies every checksum, then takes the job over. An Ack or a Nack message."""
+        answer, received = self._receiver.commit(parts)
+        if received is not None:
+            self._decode.take(received.job, received.table, received.state, received.logits_V, max_tokens)
+        return answer
+
+    def generate(self, job: int, sampling: Sampling) -> Iterator[Token]:
+        """Streams tokens as they are sampled."""
+        yield from self._decode.generate(job, sampling)
+
+    def release(self, job: int) -> None:
+        """Forgets a job, committed or only reserved; its pages may be given to another."""
+        if self._receiver.is_committed(job):
+            self._decode.drop(job)
+        self._receiver.release(job)
+
+
+def _peak_rss_bytes() -> int:
+    # VmHWM, not ru_maxrss: the latter starts from the parent's peak at fork
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError("/proc/self/status has no VmHWM line")
+
+
+PrefillActor = ray.remote(concurrency_groups=CONTROL, max_restarts=0)(PrefillWorker)
+DecodeActor = ray.remote(concurrency_groups=CONTROL, max_restarts=0)(DecodeWorker)
