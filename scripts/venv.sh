@@ -38,8 +38,8 @@ make_venv() {
         return 1
     fi
     if ! command -v "${CXX:-g++}" >/dev/null; then
-        echo "venv.sh: warning: no C++ compiler (${CXX:-g++}): the C++ kernels cannot be built, the slow reference" \
-            "kernels run instead; install g++ or set CXX" >&2
+        echo "venv.sh: warning: no C++ compiler (${CXX:-g++}): the C++ kernels" \
+            "cannot be built; install g++ or set CXX" >&2
     fi
     # The programs in an environment name its place, so one that was moved or half made is made anew.
     if ! grep -qsF "$VENV" "$VENV/bin/activate" || ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
