@@ -65,5 +65,5 @@ def check_root(root: int, *, size: int, op: str) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 [nbytes] view of a contiguous tensor of any dtype and shape: so travels every message (gloo knows no bf16)."""
+    """uint8 [nbytes] view of a contiguous tensor of any dtype: the form of every message (gloo has no bf16)."""
     return tensor.reshape(-1).view(torch.uint8)

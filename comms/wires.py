@@ -66,7 +66,7 @@ class GlooWire(Wire):
     """gloo over TCP, on one address: the loopback when the store is there, else the address that reaches the store."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, address: str) -> None:
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         self._backend: Any = dist.ProcessGroupGloo(store, rank, size, options)
