@@ -1,0 +1,249 @@
+"""Latent attention in blocked torch operators: the CPU default, and right on any device.
+
+Legend: T queries, B queries of a block, H heads, L = R + P latent row (c | k_R), R latent rank, P rope dim, S places,
+Q = nope + P query dim, N nope dim, V value dim, K keys of a block.
+
+Both forms accumulate and take the softmax in fp32 (fp64 from fp64). README.md has the derivation and the measurements.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from longprefill.kernels.paged import PagedRows
+from longprefill.kernels.quant.formats import Bf16Rows, Fp32Rows
+
+GATHER_BYTES = 4 << 20
+"""Gathered rows of one query block of `sparse`: about a core's level-2 cache, and enough queries to hide call costs."""
+DECODED_BYTES = 256 << 20
+"""Largest cache that `sparse` decodes whole, when its queries read every row twice or more on average."""
+KEY_BLOCK = 512
+"""Keys that `dense` expands at a time; QUERY_BLOCK x KEY_BLOCK logits of 8 heads are 4 MB and run at sgemm's speed."""
+QUERY_BLOCK = 256
+
+
+def sparse(
+    q_THL: torch.Tensor, rows: PagedRows, indices_TS: torch.Tensor, *, scale: float, latent_rank: int
+) -> torch.Tensor:
+    """Absorbed attention over selected rows (spec: FlashMLA sparse prefill, DeepSeek-V3.2).
+
+    Args:
+        q_THL: absorbed queries [T, H, R + P].
+        rows: latent rows of the job, R + P wide.
+        indices_TS: int positions without duplicates; -1 is no key, anywhere in the row.
+        scale: factor of the logits, always (nope + P) ** -0.5 times yarn's square, never (R + P) ** -0.5.
+        latent_rank: R.
+
+    Returns:
+        [T, H, R] in q's dtype. A query without a key gives zeros. What lies in a row that a query did not select never
+        reaches it, NaN included.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or an index outside the cache.
+    """
+    num_queries, num_heads, width = q_THL.shape
+    if width != rows.format.width or not 0 < latent_rank <= width or len(indices_TS) != num_queries:
+        raise ValueError(
+            f"sparse attention of q {tuple(q_THL.shape)}, indices {tuple(indices_TS.shape)}, rows {rows.format.width} "
+            f"wide, latent_rank={latent_rank}: give q [T, heads, row width], indices [T, places], rank up to the width"
+        )
+    out_THR = q_THL.new_zeros(num_queries, num_heads, latent_rank)
+    if indices_TS.numel() == 0:
+        return out_THR
+    if int(indices_TS.max()) >= rows.num_rows:
+        raise ValueError(f"index {int(indices_TS.max())} of {rows.num_rows} cached rows: select only cached positions")
+    gather = _Gather.plan(rows, q_THL.dtype, num_reads=indices_TS.numel())
+    block = max(1, GATHER_BYTES // (indices_TS.shape[1] * width * q_THL.dtype.itemsize))
+    for begin in range(0, num_queries, block):
+        indices_BS = indices_TS[begin : begin + block].long()
+        is_key_BS = indices_BS >= 0
+        used = int(is_key_BS.any(0).nonzero().amax()) + 1 if bool(is_key_BS.any()) else 0
+        if used == 0:
+            continue
+        indices_BS, is_key_BS = indices_BS[:, :used], is_key_BS[:, :used]
+        all_keys = bool(is_key_BS.all())
+        rows_BSL = gather.read(indices_BS if all_keys else indices_BS.clamp(min=0))
+        if not all_keys:
+            rows_BSL.masked_fill_(~is_key_BS[..., None], 0)  # a weight of 0 would not silence a NaN
+        out_BHL = functional.scaled_dot_product_attention(
+            q_THL[begin : begin + block, None],
+            rows_BSL[:, None],
+            rows_BSL[
+                :, None
+            ],  # the rope columns are dropped afterwards: one contiguous operand beats a strided narrower one
+            attn_mask=None if all_keys else is_key_BS[:, None, None],
+            scale=scale,
+        )[:, 0]
+        if not all_keys:
+            out_BHL = out_BHL.masked_fill(~is_key_BS.any(1)[:, None, None], 0)
+        out_THR[begin : begin + block] = out_BHL[..., :latent_rank]
+    return out_THR
+
+
+def dense(
+    q_THQ: torch.Tensor, rows: PagedRows, w_uk_HNR: torch.Tensor, w_uv_HVR: torch.Tensor, *, start: int, scale: float
+) -> torch.Tensor:
+    """Causal attention with expanded keys and values, each key block expanded once for all queries.
+
+    Args:
+        q_THQ: queries [T, H, nope + P], rope dims last, of positions start, start + 1, ...
+        rows: latent rows of the job; rows [0, start + T) are read.
+        w_uk_HNR: key expansion of each head.
+        w_uv_HVR: value expansion of each head.
+        start: position of the first query, which sees rows [0, start].
+        scale: factor of the logits.
+
+    Returns:
+        [T, H, V] in q's dtype. A NaN row reaches only queries at or after it.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or fewer cached rows than the last query sees.
+    """
+    num_queries, num_heads, query_width = q_THQ.shape
+    nope, rank = w_uk_HNR.shape[1:]
+    rope = rows.format.width - rank
+    if rope < 0 or query_width != nope + rope or w_uv_HVR.shape[::2] != (num_heads, rank) or len(w_uk_HNR) != num_heads:
+        raise ValueError(
+            f"dense attention of q {tuple(q_THQ.shape)}, w_uk {tuple(w_uk_HNR.shape)}, w_uv {tuple(w_uv_HVR.shape)}, "
+            f"rows {rows.format.width} wide: give q [T, H, N + P], w_uk [H, N, R], w_uv [H, V, R], rows [R + P]"
+        )
+    if rows.num_rows < start + num_queries:
+        raise ValueError(
+            f"{rows.num_rows} cached rows, but the last query sees {start + num_queries}: write them first"
+        )
+    # Half precision runs in torch's fused CPU kernel, which keeps logits and sums in fp32; elsewhere fp32 products do.
+    is_fused = q_THQ.device.type == "cpu" and q_THQ.dtype in (torch.bfloat16, torch.float16)
+    dtype = q_THQ.dtype if is_fused else _precision(q_THQ)
+    attend = _attend_fused if is_fused else _attend
+    q_HTQ = q_THQ.transpose(0, 1).to(dtype).contiguous()
+    expansion = _Expansion(rows, w_uk_HNR.to(dtype), w_uv_HVR.to(dtype))
+    state = _Partial(
+        torch.zeros(num_heads, num_queries, w_uv_HVR.shape[1], dtype=_precision(q_THQ), device=q_THQ.device),
+        torch.full((num_heads, num_queries), -torch.inf, dtype=_precision(q_THQ), device=q_THQ.device),
+    )
+    for begin in range(0, start, KEY_BLOCK):
+        k_HKQ, v_HKV = expansion.block(begin, min(begin + KEY_BLOCK, start))
+        _fold(state, slice(0, num_queries), attend(q_HTQ, k_HKQ, v_HKV, scale))
+    for first in range(0, num_queries, KEY_BLOCK):
+        last = min(first + KEY_BLOCK, num_queries)
+        k_HKQ, v_HKV = expansion.block(start + first, start + last)
+        if last < num_queries:
+            _fold(state, slice(last, num_queries), attend(q_HTQ[:, last:], k_HKQ, v_HKV, scale))
+        # Weight 0 times a NaN value is NaN: a block with non-finite rows is cut to each query's own view.
+        size = 1 if not bool(torch.isfinite(k_HKQ.sum() + v_HKV.sum())) else last - first
+        for query in range(first, last, size):
+            part = slice(query, query + size)
+            seen = query + size - first
+            is_causal = size > 1
+            _fold(state, part, attend(q_HTQ[:, part], k_HKQ[:, :seen], v_HKV[:, :seen], scale, is_causal=is_causal))
+    return state.out_HTV.transpose(0, 1).to(q_THQ.dtype)
+
+
+class _Gather(NamedTuple):
+    """Reads rows at any positions as numbers of the queries' dtype, the cheapest way this cache allows."""
+
+    rows: PagedRows
+    dtype: torch.dtype
+    decoded_NL: torch.Tensor | None
+    """Rows as numbers, indexed by `slots` of the logical page; None: gather bytes, then decode."""
+    slots: torch.Tensor | None
+    """First row of each logical page in `decoded_NL`; None: positions are row numbers."""
+
+    @classmethod
+    def plan(cls, rows: PagedRows, dtype: torch.dtype, *, num_reads: int) -> _Gather:
+        stored = {Fp32Rows: torch.float32, Bf16Rows: torch.bfloat16}.get(type(rows.format))
+        if stored == dtype:  # the pool itself is a table of numbers
+            pool_NB = rows.pages_NPB.view(-1, rows.format.row_bytes)
+            slots = torch.tensor(rows.table, device=pool_NB.device) * rows.page_rows
+            return cls(rows, dtype, rows.format.decode(pool_NB, dtype), slots)
+        decoded_bytes = rows.num_rows * rows.format.width * dtype.itemsize
+        if num_reads >= 2 * rows.num_rows and decoded_bytes <= DECODED_BYTES:
+            return cls(rows, dtype, rows.read(0, rows.num_rows, dtype), None)
+        return cls(rows, dtype, None, None)
+
+    def read(self, indices_BS: torch.Tensor) -> torch.Tensor:
+        """[B, S, L], a fresh tensor."""
+        if self.decoded_NL is None:
+            return self.rows.gather(indices_BS, self.dtype)
+        if self.slots is not None:
+            size = self.rows.page_rows
+            indices_BS = self.slots[indices_BS // size] + indices_BS % size
+        return self.decoded_NL.index_select(0, indices_BS.reshape(-1)).view(*indices_BS.shape, -1)
+
+
+class _Expansion(NamedTuple):
+    rows: PagedRows
+    w_uk_HNR: torch.Tensor
+    w_uv_HVR: torch.Tensor
+
+    def block(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [H, K, N + P] and values [H, K, V] of rows [begin, end)."""
+        num_heads, nope, rank = self.w_uk_HNR.shape
+        rows_KL = self.rows.read(begin, end, self.w_uk_HNR.dtype)
+        c_KR = rows_KL[:, :rank]
+        k_HKQ = rows_KL.new_empty(num_heads, end - begin, nope + rows_KL.shape[1] - rank)
+        k_HKQ[..., :nope] = torch.matmul(c_KR, self.w_uk_HNR.mT)
+        k_HKQ[..., nope:] = rows_KL[:, rank:]
+        return k_HKQ, torch.matmul(c_KR, self.w_uv_HVR.mT)
+
+
+class _Partial(NamedTuple):
+    """Attention over some of the keys: normalised output and the log of the sum of exponentials."""
+
+    out_HTV: torch.Tensor
+    lse_HT: torch.Tensor
+
+
+def _fold(state: _Partial, part: slice, new: _Partial) -> None:
+    """Joins attention over further keys into the state's queries `part`. The first block holds key 0, which every query
+    sees, so from then on no log-sum is -inf unless a logit is."""
+    old_lse_HT = state.lse_HT[:, part]
+    lse_HT = torch.logaddexp(old_lse_HT, new.lse_HT)
+    out_HTV = state.out_HTV[:, part]
+    out_HTV.mul_((old_lse_HT - lse_HT).exp_()[..., None])
+    out_HTV.addcmul_(new.out_HTV.to(out_HTV.dtype), (new.lse_HT - lse_HT).exp_()[..., None])
+    old_lse_HT.copy_(lse_HT)
+
+
+def _attend(
+    q_HTQ: torch.Tensor, k_HKQ: torch.Tensor, v_HKV: torch.Tensor, scale: float, *, is_causal: bool = False
+) -> _Partial:
+    """Attention by matrix products; causal means that query t sees keys [0, t] of the block."""
+    num_heads, num_queries, _ = q_HTQ.shape
+    result = _Partial(q_HTQ.new_empty(num_heads, num_queries, v_HKV.shape[2]), q_HTQ.new_empty(num_heads, num_queries))
+    for begin in range(0, num_queries, QUERY_BLOCK):
+        end = min(begin + QUERY_BLOCK, num_queries)
+        seen = end if is_causal else k_HKQ.shape[1]
+        logits_HBK = torch.bmm(q_HTQ[:, begin:end], k_HKQ[:, :seen].mT).mul_(scale)
+        if is_causal:
+            positions = torch.arange(seen, device=q_HTQ.device)
+            logits_HBK.masked_fill_(positions > positions[begin:, None], -torch.inf)
+        max_HB1 = logits_HBK.amax(2, keepdim=True)
+        weights_HBK = logits_HBK.sub_(max_HB1).exp_()
+        sum_HB1 = weights_HBK.sum(2, keepdim=True)
+        result.out_HTV[:, begin:end] = torch.bmm(weights_HBK, v_HKV[:, :seen]).div_(sum_HB1)
+        result.lse_HT[:, begin:end] = (max_HB1 + sum_HB1.log())[..., 0]
+    return result
+
+
+def _attend_fused(
+    q_HTQ: torch.Tensor, k_HKQ: torch.Tensor, v_HKV: torch.Tensor, scale: float, *, is_causal: bool = False
+) -> _Partial:
+    """The same by the operator below scaled_dot_product_attention on a CPU: the public function hides the log-sum."""
+    value_width = v_HKV.shape[2]
+    width = max(value_width, q_HTQ.shape[2])  # the operator wants keys and values equally wide
+    out_1HTV, lse_1HT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        functional.pad(q_HTQ, (0, width - q_HTQ.shape[2]))[None],
+        functional.pad(k_HKQ, (0, width - k_HKQ.shape[2]))[None],
+        functional.pad(v_HKV, (0, width - value_width))[None],
+        is_causal=is_causal,
+        scale=scale,
+    )
+    return _Partial(out_1HTV[0, ..., :value_width], lse_1HT[0])
+
+
+def _precision(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
