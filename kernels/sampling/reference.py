@@ -1,0 +1,33 @@
+"""Token sampling by its definition, in Python numbers.
+
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .philox import uniform
+from .plain import check_request
+
+
+def sample(logits_V: torch.Tensor, *, temperature: float, top_p: float, seed: int, sample: int, position: int) -> int:
+    """The token at `position` of stream `sample`; same arguments, errors and result as the plain backend."""
+    check_request(logits_V, temperature=temperature, top_p=top_p)
+    logits = logits_V.to(torch.float64).tolist()
+    best_first = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    if temperature == 0:
+        return best_first[0]
+    weights = [math.exp((logits[token] - logits[best_first[0]]) / temperature) for token in best_first]
+    total = sum(weights)
+    nucleus: list[tuple[int, float]] = []
+    reached = 0.0
+    for token, weight in zip(best_first, weights, strict=True):
+        if nucleus and (reached >= top_p * total or weight == 0):
+            break
+        reached += weight
+        nucleus.append((token, reached))
+    target = uniform(seed=seed, sample=sample, position=position) * reached
+    return next((token for token, end in nucleus if end > target), nucleus[-1][0])
