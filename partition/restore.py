@@ -13,7 +13,7 @@ from longprefill.partition.layout import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlock:
-    """`length` rows in sequence: a job's tokens from the absolute position `start` on, and where both orders hold them."""
+    """`length` rows in sequence: a job's tokens from the absolute position `start` on, and their rows in both orders."""
 
     job: int
     start: int
@@ -57,7 +57,7 @@ def restore_permutation(layout: Layout) -> tuple[int, ...]:
 
 
 def gather_permutation(layout: Layout) -> tuple[int, ...]:
-    """The inverse, the ordered row of every gathered row: `gathered[i] = ordered[permutation[i]]`. One number a token."""
+    """The inverse, the ordered row of every gathered row: `gathered[i] = ordered[permutation[i]]`."""
     by_gathered = sorted(restore_blocks(layout), key=lambda block: block.gathered_row)
     return tuple(block.ordered_row + offset for block in by_gathered for offset in range(block.length))
 
