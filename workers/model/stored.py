@@ -67,8 +67,8 @@ def read_stored_tensors(model_dir: str | Path) -> dict[str, StoredTensor]:
     """Every tensor of a model directory: of the files that its index names, or of all `*.safetensors`.
 
     Raises:
-        ModelError: there is no safetensors file, a file of the index is missing, a file is truncated or corrupt, a tensor
-            is not where the index says, or two files hold a tensor of one name.
+        ModelError: no safetensors file is there, one of the index is missing, one is truncated or corrupt, a tensor is
+            not where the index says, or two files hold a tensor of one name.
     """
     directory = Path(model_dir)
     if (directory / INDEX_NAME).exists():
@@ -101,8 +101,8 @@ def weight_files(model_dir: str | Path) -> list[Path]:
 
 
 def fingerprint(model_dir: str | Path) -> str:
-    """16 hexadecimal digits that change with config.json, with any tensor's name, shape, dtype or place, and (by samples
-    of the data) with the weights. Reads a few kilobytes a file.
+    """16 hexadecimal digits that change with config.json, with any tensor's name, shape, dtype or place, and (by
+    samples of the data) with the weights. Reads a few kilobytes a file.
 
     Raises:
         ModelError: config.json or a safetensors file is missing or corrupt.

@@ -202,8 +202,8 @@ def _check_piece(piece: Piece) -> None:
         return
     if have != need:
         raise ModelError(
-            f"{path}: tensor {piece.name} has shape {list(shape)}, and {piece.parameter} needs {list(piece.part.shape)}: "
-            "config.json and weights do not belong together"
+            f"{path}: tensor {piece.name} has shape {list(shape)}, and {piece.parameter} needs "
+            f"{list(piece.part.shape)}: config.json and weights do not belong together"
         )
 
 

@@ -1,0 +1,143 @@
+"""Make model directories with seeded random weights, as published ones look: config, safetensors, index, tokenizer.
+
+For tests, the quickstart and benchmarks. Directories of one seed are equal byte for byte (same Python, torch and
+tokenizers). `initial.py` says how the weights are drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from longprefill.partition.errors import ModelError
+from longprefill.workers.model.config import ModelConfig
+from longprefill.workers.model.families.base import Location, Part
+from longprefill.workers.model.families.registry import config_from, family_named
+from longprefill.workers.model.initial import initial_parameter
+from longprefill.workers.model.sizes import RAW_CONFIGS
+from longprefill.workers.model.stored import INDEX_NAME
+from longprefill.workers.model.vocabulary import BOS_TOKEN, EOS_TOKEN, train_tokenizer
+from longprefill.workers.model.weights import parameter_dtype
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+FILES_OF_SIZE = {"tiny": 1, "small": 2, "bench": 2}
+DEAD_HEAD_A_LOG = 9.0
+"""Stored for heads that are not live: a reader that takes the wrong ones forgets everything at once."""
+
+
+def make_checkpoint(
+    family: str, size: str, directory: str | Path, *, seed: int = 0, dtype: str = "bf16"
+) -> ModelConfig:
+    """Write the named model with its tokenizer into a new or empty directory.
+
+    Raises:
+        ModelError: unknown family, size or dtype, or a directory that holds something.
+    """
+    if (family, size) not in RAW_CONFIGS:
+        known = ", ".join(f"{name} {word}" for name, word in RAW_CONFIGS)
+        raise ModelError(f"there is no model {family} {size}: known are {known}")
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype={dtype!r} is not supported: use one of {', '.join(DTYPES)}")
+    raw = RAW_CONFIGS[family, size]
+    config = write_checkpoint(directory, raw, seed, DTYPES[dtype], num_files=FILES_OF_SIZE[size])
+    write_tokenizer(Path(directory), config.vocab_size)
+    return config
+
+
+def write_checkpoint(
+    directory: str | Path, raw_config: Mapping[str, Any], seed: int, dtype: torch.dtype, *, num_files: int = 1
+) -> ModelConfig:
+    """Write config.json, generation_config.json and the weights (no tokenizer) of any config that a family reads.
+
+    Raises:
+        ModelError: the config is not allowed, or the directory holds something.
+    """
+    config = config_from(raw_config)
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    if any(target.iterdir()):
+        raise ModelError(f"{target} is not empty: give a new directory")
+    raw = {**raw_config, "dtype": str(dtype).removeprefix("torch.")}
+    write_json(target / "config.json", raw)
+    write_json(target / "generation_config.json", {name: raw.get(name) for name in ("bos_token_id", "eos_token_id")})
+    locations = family_named(config.family).locate(config)
+    stored_heads = raw_config.get("linear_attn_config", {}).get("num_stored_heads")
+    tensors = _published_tensors(config, locations, seed, dtype, stored_heads)
+    _write_files(target, tensors, _published_bytes(locations, dtype), num_files)
+    return config
+
+
+def write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """tokenizer.json and the few words that transformers needs beside it."""
+    train_tokenizer(vocab_size).save(str(directory / "tokenizer.json"))
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN}
+    write_json(directory / "tokenizer_config.json", words)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """One object, with sorted keys."""
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def _published_tensors(
+    config: ModelConfig, locations: dict[str, Location], seed: int, dtype: torch.dtype, stored_heads: int | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(published name, tensor) in load order, one canonical parameter alive at a time."""
+    for parameter, location in locations.items():
+        value = initial_parameter(parameter, location.shape, config, seed)
+        if parameter.endswith("kda.a_log") and stored_heads is not None:
+            value = torch.cat([value, torch.full((stored_heads - value.numel(),), DEAD_HEAD_A_LOG)])
+        value = value.to(parameter_dtype(parameter, dtype))
+        for part in location.alternatives[0]:
+            yield part.names[0], _published_form(part, value, config)
+
+
+def _published_form(part: Part, value: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """The part's rows in the shape that published checkpoints store."""
+    if part.can_be_longer:
+        return value.reshape(1, 1, -1, 1) if config.family == "kimi_linear" else value
+    rows = value if part.expert is None else value[part.expert]
+    rows = rows[part.row : part.row + part.shape[0]]
+    if part.names[0].endswith("conv1d.weight"):
+        rows = rows.unsqueeze(1)
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors makes files that only their owner can read
+
+
+def _published_bytes(locations: dict[str, Location], dtype: torch.dtype) -> int:
+    return sum(
+        math.prod(location.shape) * parameter_dtype(name, dtype).itemsize for name, location in locations.items()
+    )
+
+
+def _write_files(
+    directory: Path, tensors: Iterator[tuple[str, torch.Tensor]], total_bytes: int, num_files: int
+) -> None:
+    """Cut the stream of tensors into files of about equal bytes; an index where there is more than one."""
+    file_names = [f"model-{number:05d}-of-{num_files:05d}.safetensors" for number in range(1, num_files + 1)]
+    if num_files == 1:
+        file_names = ["model.safetensors"]
+    weight_map: dict[str, str] = {}
+    batch: dict[str, torch.Tensor] = {}
+    written = 0
+    for name, tensor in tensors:
+        batch[name] = tensor
+        written += tensor.numel() * tensor.element_size()
+        weight_map[name] = file_names[0]
+        if len(file_names) > 1 and written >= total_bytes * (num_files - len(file_names) + 1) / num_files:
+            _save(batch, directory / file_names.pop(0))
+            batch = {}
+    _save(batch, directory / file_names[0])
+    if num_files > 1:
+        index = {"metadata": {"total_size": written}, "weight_map": weight_map}
+        write_json(directory / INDEX_NAME, index)

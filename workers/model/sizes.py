@@ -1,0 +1,173 @@
+"""The config.json of models that `make_checkpoint` writes: tiny for tests, small for a first run, bench. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MAX_TOKENS = 8 << 20
+
+_HYBRID: dict[str, Any] = {
+    "architectures": ["LongprefillHybridForCausalLM"],
+    "model_type": "longprefill_hybrid",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": MAX_TOKENS,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "rope_interleave": True,
+    "indexer_rope_interleave": False,
+    "moe_router_activation_func": "sigmoid",
+    "moe_renormalize": True,
+    "num_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+}
+
+_KIMI: dict[str, Any] = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "model_max_length": MAX_TOKENS,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+    "mla_use_nope": True,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "num_shared_experts": 1,
+    "routed_scaling_factor": 2.446,
+    "use_grouped_topk": True,
+}
+
+_LARGE_ATTENTION: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_experts": 6,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 32,
+}
+
+_SMALL: dict[str, Any] = _LARGE_ATTENTION | {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 256,
+}
+
+_BENCH: dict[str, Any] = _LARGE_ATTENTION | {
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 512,
+}
+
+
+def _kimi_layers(num_layers: int, num_heads: int, head_dim: int) -> dict[str, Any]:
+    """Every fourth layer is full attention; both lists count from 1."""
+    full = list(range(4, num_layers + 1, 4))
+    return {
+        "full_attn_layers": full,
+        "kda_layers": [number for number in range(1, num_layers + 1) if number not in full],
+        "head_dim": head_dim,
+        "num_heads": num_heads,
+        "short_conv_kernel_size": 4,
+    }
+
+
+RAW_CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
+    ("longprefill_hybrid", "tiny"): _HYBRID
+    | _TINY
+    | {
+        "layer_types": ["kda", "kda", "kda", "dsa"],
+        "linear_attn_config": {
+            "num_heads": 2,
+            "num_value_heads": 4,
+            "head_dim": 16,
+            "value_head_dim": 24,
+            "short_conv_kernel_size": 4,
+            "gate_lower_bound": -5.0,
+        },
+        "q_lora_rank": 48,
+        "index_n_heads": 16,
+        "index_head_dim": 16,
+        "index_topk": 32,
+        "first_k_dense_replace": 1,
+        "attn_res_block_size": 2,
+    },
+    ("longprefill_hybrid", "small"): _HYBRID
+    | _SMALL
+    | {
+        "layer_types": ["kda", "kda", "kda", "dsa"],
+        "linear_attn_config": {
+            "num_heads": 4,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+            "gate_lower_bound": -5.0,
+        },
+        "q_lora_rank": 256,
+        "index_n_heads": 16,
+        "index_head_dim": 64,
+        "index_topk": 256,
+        "first_k_dense_replace": 0,
+        "attn_res_block_size": 2,
+    },
+    ("longprefill_hybrid", "bench"): _HYBRID
+    | _BENCH
+    | {
+        "layer_types": ["kda", "kda", "kda", "dsa"] * 2,
+        "linear_attn_config": {
+            "num_heads": 8,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+            "gate_lower_bound": -5.0,
+        },
+        "q_lora_rank": 512,
+        "index_n_heads": 16,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "first_k_dense_replace": 1,
+        "attn_res_block_size": 4,
+    },
+    ("kimi_linear", "tiny"): _KIMI
+    | _TINY
+    | {"num_key_value_heads": 4, "q_lora_rank": None, "linear_attn_config": _kimi_layers(4, 2, 16)},
+    ("kimi_linear", "small"): _KIMI
+    | _SMALL
+    | {
+        "intermediate_size": 1408,
+        "num_key_value_heads": 8,
+        "q_lora_rank": None,
+        "linear_attn_config": _kimi_layers(4, 4, 128),
+    },
+    ("kimi_linear", "bench"): _KIMI
+    | _BENCH
+    | {"num_key_value_heads": 16, "q_lora_rank": None, "linear_attn_config": _kimi_layers(8, 8, 128)},
+}
+"""By (family, size)."""
