@@ -12,7 +12,7 @@ computed in fp32 (fp64 when the inputs are fp64: the references double as oracle
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -174,6 +174,37 @@ class ResidualKernels(Protocol):
     ) -> torch.Tensor:
         """Phase 2 for query number `query` of phase 1: adds the running partial (None: nothing yet). Result in the partial's
         dtype, or fp32 without one."""
+        ...
+
+
+class NormKernels(Protocol):
+    """Normalisations over the last dim, computed in fp32; result in x's shape and dtype."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / rms(x), cast to x's dtype, then times weight in that dtype (Hugging Face's order)."""
+        ...
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        """(x - mean) / sqrt(var + eps) * weight + bias, one cast at the end."""
+        ...
+
+    def gated_rms_norm(
+        self, x_TGV: torch.Tensor, gate_TGV: torch.Tensor, weight_V: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """x / rms(x) * weight * sigmoid(gate), one cast at the end: KDA's output norm."""
+        ...
+
+
+class RopeKernels(Protocol):
+    def rotate(
+        self,
+        x_THP: torch.Tensor,
+        positions_T: torch.Tensor,
+        inv_freq_P2: torch.Tensor,
+        pairing: Literal["interleaved", "half"],
+    ) -> torch.Tensor:
+        """Pairs of dims ((0, 1), (2, 3), ... or (i, i + P / 2)) turned by position * frequency, order kept; angles in fp64
+        (give fp64 frequencies: kernels/rope/frequencies.py), the rotation in fp32, result in x's dtype."""
         ...
 
 

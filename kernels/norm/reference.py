@@ -1,0 +1,36 @@
+"""Normalisations as the formulas stand, with the casts of the Hugging Face modules that they stand for.
+
+Legend: T tokens, G value heads, V value dim; x is [..., D].
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) in fp32, cast to x's dtype, then times weight in that dtype (Hugging Face's order). x's shape and dtype."""
+    wide = x.to(_compute_dtype(x))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight.to(x.dtype)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias, all in fp32; result in x's dtype."""
+    dtype = _compute_dtype(x)
+    wide = x.to(dtype)
+    centred = wide - wide.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight.to(dtype) + bias.to(dtype)).to(x.dtype)
+
+
+def gated_rms_norm(x_TGV: torch.Tensor, gate_TGV: torch.Tensor, weight_V: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight * sigmoid(gate) over V, all in fp32 with one cast to x's dtype at the end (KDA's output norm)."""
+    dtype = _compute_dtype(x_TGV)
+    wide_TGV = x_TGV.to(dtype)
+    normed_TGV = wide_TGV * torch.rsqrt(wide_TGV.square().mean(-1, keepdim=True) + eps)
+    return (normed_TGV * weight_V.to(dtype) * torch.sigmoid(gate_TGV.to(dtype))).to(x_TGV.dtype)
+
+
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
