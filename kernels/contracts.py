@@ -203,8 +203,8 @@ class RopeKernels(Protocol):
         inv_freq_P2: torch.Tensor,
         pairing: Literal["interleaved", "half"],
     ) -> torch.Tensor:
-        """Pairs of dims ((0, 1), (2, 3), ... or (i, i + P / 2)) turned by position * frequency, order kept; angles in fp64
-        (give fp64 frequencies: kernels/rope/frequencies.py), the rotation in fp32, result in x's dtype."""
+        """Pairs of dims ((0, 1), (2, 3), ... or (i, i + P / 2)) turned by position * frequency, order kept. Angles in
+        fp64 (give fp64 frequencies: kernels/rope/frequencies.py), the rotation in fp32, result in x's dtype."""
         ...
 
 

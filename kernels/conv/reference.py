@@ -15,7 +15,9 @@ from longprefill.kernels.segments import segment_bounds
 def causal_conv_silu(
     x_TC: torch.Tensor, weight_CW: torch.Tensor, *, offsets: Sequence[int], history_NWC: torch.Tensor
 ) -> torch.Tensor:
-    """y_t = silu(sum_j w_j x_{t - W + 1 + j}) within each segment, [T, C] in x's dtype, computed in fp32 (fp64 for fp64 x).
+    """y_t = silu(sum_j w_j x_{t - W + 1 + j}) within each segment, [T, C] in x's dtype.
+
+    Computed in fp32 (fp64 for fp64 x).
 
     Raises:
         ValueError: `offsets` do not cover the T rows.

@@ -18,7 +18,10 @@ def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def compose(later: Summary, earlier: Summary) -> Summary:
-    """The summary of `earlier` followed by `later`: (M2 M1, M2 E1 + E2). 2 K K (K + V) flops a head, none where M2 is None."""
+    """The summary of `earlier` followed by `later`: (M2 M1, M2 E1 + E2).
+
+    2 K K (K + V) flops a head, none where M2 is None.
+    """
     if later.transition_GKK is None:
         return later
     state_GKV = torch.baddbmm(later.state_GKV, later.transition_GKK, earlier.state_GKV)

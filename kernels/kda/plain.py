@@ -1,7 +1,7 @@
 """KDA in tiles of 64 tokens with torch operators: the CPU default, and correct on any device.
 
-Legend: T tokens, H q/k heads, G value heads (value head g uses q/k head g * H // G), K key dim, V value dim, N segments,
-C tokens a tile, Z tiles, Y = Z * G tiles of all heads, B blocks of a tile, I rows of a half block, J = V + K columns.
+Legend: T tokens, H q/k heads, G value heads (value head g uses q/k head g * H // G), K key dim, V value dim,
+N segments, C tokens a tile, Z tiles, Y = Z * G tiles of all heads, B blocks of a tile, I rows of a half block, J = V + K columns.
 
 The derivation and the table of symbols are in README.md of this folder.
 """
@@ -215,7 +215,7 @@ def _row_blocks(x: torch.Tensor) -> list[slice]:
 
 
 def _tile_rows(x_T: torch.Tensor, tiles: TileTable, chosen: range) -> torch.Tensor:
-    """Rows of the chosen tiles, [Z, C, ...]; rows that a ragged tile lacks are 0. A view where the rows follow each other."""
+    """Rows of the chosen tiles, [Z, C, ...], 0 where a ragged tile has none. A view where the rows follow each other."""
     starts = [tiles.starts[tile] for tile in chosen]
     ragged = [tile for tile in chosen if tiles.lengths[tile] < C]
     shape = (len(starts), C, *x_T.shape[1:])
@@ -248,7 +248,7 @@ def _prepare_group(
     num = num_tiles * heads
     sizes = [num * C * num_keys, num * C * 2 * num_keys, num * C * C]
     alpha, k_q, lower = work[: sum(sizes)].split(sizes)
-    alpha_YCK, lower_YCC = alpha.view(num, C, num_keys), lower.view(num, C, C)  # the solver reads L below its diagonal only
+    alpha_YCK, lower_YCC = alpha.view(num, C, num_keys), lower.view(num, C, C)  # of L only the lower triangle is read
     torch.exp(g_ZCGK.to(dtype).transpose(1, 2), out=alpha_YCK.view(num_tiles, heads, C, num_keys))
     alpha_ZHRCK = alpha_YCK.view(*split, num_keys)
     k_q_YC2K = k_q.view(num, C, 2, num_keys)  # rows (k_i, q_i), decayed from their block's start
@@ -281,9 +281,9 @@ def _dyadic_products(
 ) -> torch.Tensor:  # fmt: skip
     """Fills L (`lower`) and the attention below the diagonal, level by level, and returns the tile's decay [Y, K].
 
-    At a level with halves of I rows, `k_q` holds each row times its decay from its half's start and `k_end` each key times
-    its decay to its half's end. A block's rows in the second half meet its keys in the first half: one product. Then both
-    are carried over to blocks of 2 I rows, so after the last level they hold the decays of the whole tile.
+    At a level with halves of I rows, `k_q` holds each row times its decay from its half's start and `k_end` each key
+    times its decay to its half's end. A block's rows in the second half meet its keys in the first half: one product.
+    Then both are carried over to blocks of 2 I rows, so after the last level they hold the decays of the whole tile.
     """
     num, _, _, num_keys = k_q_YC2K.shape
     block_decay = alpha_YCK

@@ -1,6 +1,7 @@
 """KDA token by token, the formulas as they stand: the oracle of every other backend. Slow on purpose.
 
-Legend: T tokens, H q/k heads, G value heads (value head g uses q/k head g * H // G), K key dim, V value dim, N segments.
+Legend: T tokens, H q/k heads, G value heads (value head g uses q/k head g * H // G), K key dim, V value dim,
+N segments.
 """
 
 from __future__ import annotations

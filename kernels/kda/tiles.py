@@ -1,7 +1,7 @@
 """Which rows each tile of 64 tokens holds, in the order in which a scan over all segments side by side reads them.
 
-Tiles are numbered step by step: step i holds tile i of every segment that has one, longest segment first. So the tiles of
-one step lie side by side, and the segments still running are always a prefix of the sorted segments.
+Tiles are numbered step by step: step i holds tile i of every segment that has one, longest segment first. So the tiles
+of one step lie side by side, and the segments still running are always a prefix of the sorted segments.
 """
 
 from __future__ import annotations

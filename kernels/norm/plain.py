@@ -14,7 +14,7 @@ BLOCK_ELEMENTS = 1 << 18
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) in fp32, cast to x's dtype, then times weight in that dtype (Hugging Face's order). x's shape and dtype."""
+    """x / rms(x) in fp32, cast to x's dtype, then times weight in that dtype (Hugging Face's order)."""
     out, scale = torch.empty(x.shape, dtype=x.dtype, device=x.device), weight.to(x.dtype)
     for rows in _row_blocks(x):
         wide = x[rows].to(_compute_dtype(x))
@@ -26,13 +26,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, all in fp32; result in x's dtype."""
     dtype = _compute_dtype(x)
-    return torch.nn.functional.layer_norm(
-        x.to(dtype), (x.shape[-1],), weight.to(dtype), bias.to(dtype), eps
-    ).to(x.dtype)
+    return torch.nn.functional.layer_norm(x.to(dtype), (x.shape[-1],), weight.to(dtype), bias.to(dtype), eps).to(
+        x.dtype
+    )
 
 
 def gated_rms_norm(x_TGV: torch.Tensor, gate_TGV: torch.Tensor, weight_V: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight * sigmoid(gate) over V, all in fp32 with one cast to x's dtype at the end (KDA's output norm)."""
+    """KDA's output norm: x / rms(x) * weight * sigmoid(gate) over V, in fp32 with one cast to x's dtype at the end."""
     dtype = _compute_dtype(x_TGV)
     out_TGV, weight_V = torch.empty(x_TGV.shape, dtype=x_TGV.dtype, device=x_TGV.device), weight_V.to(dtype)
     for rows in _row_blocks(x_TGV):

@@ -9,7 +9,7 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) in fp32, cast to x's dtype, then times weight in that dtype (Hugging Face's order). x's shape and dtype."""
+    """x / rms(x) in fp32, cast to x's dtype, then times weight in that dtype (Hugging Face's order)."""
     wide = x.to(_compute_dtype(x))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return normed.to(x.dtype) * weight.to(x.dtype)
@@ -25,7 +25,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 
 
 def gated_rms_norm(x_TGV: torch.Tensor, gate_TGV: torch.Tensor, weight_V: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight * sigmoid(gate) over V, all in fp32 with one cast to x's dtype at the end (KDA's output norm)."""
+    """KDA's output norm: x / rms(x) * weight * sigmoid(gate) over V, in fp32 with one cast to x's dtype at the end."""
     dtype = _compute_dtype(x_TGV)
     wide_TGV = x_TGV.to(dtype)
     normed_TGV = wide_TGV * torch.rsqrt(wide_TGV.square().mean(-1, keepdim=True) + eps)

@@ -27,16 +27,16 @@ def yarn_factors(
 ) -> tuple[float, ...]:
     """What yarn (arXiv 2309.00071) multiplies each frequency by: 1 for the fast ones, 1 / factor for the slow ones.
 
-    A frequency that turns `beta_fast` times or more within the original length is kept, one that turns `beta_slow` times or
-    less is interpolated, and a ramp in the frequency's index lies between (both ends rounded outwards to whole indices).
+    A frequency that turns `beta_fast` times or more within the original length is kept, one that turns `beta_slow` times
+    or less is interpolated, and a ramp in the frequency's index lies between (its ends rounded outwards to whole indices).
 
     Raises:
         ValueError: a length, factor or beta that is not above 0, or beta_fast below beta_slow.
     """
     if min(factor, original_max_tokens, beta_slow) <= 0 or beta_fast < beta_slow:
         raise ValueError(
-            f"yarn factor={factor}, original_max_tokens={original_max_tokens}, beta_fast={beta_fast}, beta_slow={beta_slow}: "
-            "all must be above 0 and beta_fast at least beta_slow"
+            f"yarn factor={factor}, original_max_tokens={original_max_tokens}, beta_fast={beta_fast}, "
+            f"beta_slow={beta_slow}: all must be above 0 and beta_fast at least beta_slow"
         )
 
     def index_of_turns(turns: float) -> float:
@@ -50,6 +50,9 @@ def yarn_factors(
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
-    """0.1 mscale ln(factor) + 1 (1 without extension). Attention's scale takes its square with mscale_all_dim; cos and sin
-    take the quotient of the values for mscale and mscale_all_dim, 1 in the released models."""
+    """0.1 mscale ln(factor) + 1, or 1 without extension.
+
+    Attention's scale takes its square with mscale_all_dim; cos and sin take the quotient of the values for mscale and
+    mscale_all_dim, which is 1 in the released models.
+    """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -15,8 +15,8 @@ def rotate(
 ) -> torch.Tensor:
     """Every pair (a, b) of dims turned by position * frequency, in place of itself: x's shape, order and dtype.
 
-    "interleaved" pairs dims (0, 1), (2, 3), ...; "half" pairs (i, i + P / 2). Angles in fp64, the rotation in fp32 (fp64 for
-    fp64 x).
+    "interleaved" pairs dims (0, 1), (2, 3), ...; "half" pairs (i, i + P / 2). Angles in fp64, the rotation in fp32
+    (fp64 for fp64 x).
 
     Raises:
         ValueError: an unknown pairing.
