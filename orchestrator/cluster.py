@@ -1,0 +1,238 @@
+"""`LocalCluster`: a private Ray with one group of prefill workers and one decode worker on this machine.
+
+    with LocalCluster(model="DIR", cp=2) as cluster:
+        result = cluster.prefill(token_ids)
+        for token in cluster.generate(result.job, Sampling(max_new_tokens=32)):
+            ...
+
+`prefill` runs every step and, while it does, streams finished pages to the decode worker; `generate` streams tokens.
+Workers are kept between jobs. Leaving the block ends every process it started.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from longprefill.orchestrator.errors import RunFailed
+from longprefill.orchestrator.plan import (
+    ClusterSettings,
+    check_fits,
+    check_prompt_length,
+    step_tokens_for,
+)
+from longprefill.orchestrator.report import HandoffReport, StepDone
+from longprefill.partition.errors import PromptError
+from longprefill.partition.layout import Slice
+from longprefill.partition.steps import pack_jobs
+from longprefill.workers.decode import Sampling, Token
+from longprefill.workers.model.config import ModelConfig
+from longprefill.workers.model.families.registry import read_config
+from longprefill.workers.model.weights import check_weights, fingerprint
+
+
+@dataclass(kw_only=True)
+class PrefillResult:
+    """A prefilled job, still open: generate from it, dump or export it, then `close` it."""
+
+    job: int
+    num_tokens: int
+    steps: list[StepDone] = field(default_factory=list)
+    prefill_s: float = 0.0
+    """Wall time of all steps."""
+    accepted_at: float = 0.0
+    """time.perf_counter when running workers took the tokens."""
+    handoff: HandoffReport | None = None
+
+
+class LocalCluster:
+    """See the module's text.
+
+    Args:
+        model: a published model directory.
+        decode: False leaves the decode worker out (prefill, dump and export only).
+        settings: the other keyword arguments are fields of `ClusterSettings`.
+
+    Raises:
+        UserError: the model, a setting or the machine's memory does not allow it; nothing was started.
+        RunFailed: a worker did not start.
+    """
+
+    def __init__(self, model: str | Path, *, decode: bool = True, **settings: Any) -> None:
+        self.settings = ClusterSettings(model_dir=str(model), **settings)
+        self.config: ModelConfig = read_config(model)
+        check_weights(model, self.config)
+        self.fingerprint = fingerprint(model)
+        step_tokens = step_tokens_for(self.settings, self.config, self.settings.max_tokens)
+        self.memory = check_fits(self.settings, self.config, step_tokens, num_decode=int(decode))
+        self.startup_s = 0.0
+        self._has_decode = decode
+        self._workers: Any = None
+        self._jobs: dict[int, np.ndarray] = {}
+        self._next_job = 0
+
+    def start(self) -> LocalCluster:
+        """Starts Ray and the workers; entering the context does it."""
+        from longprefill.orchestrator.groups import LocalWorkers
+
+        started = time.perf_counter()
+        self._workers = LocalWorkers(self.settings, self.config, self.fingerprint, has_decode=self._has_decode)
+        try:
+            self._workers.start()
+        except BaseException:
+            self.close()
+            raise
+        self.startup_s = time.perf_counter() - started
+        return self
+
+    def close(self) -> None:
+        """Ends every process and removes every file this cluster made; a second call does nothing."""
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.close()
+
+    def __enter__(self) -> LocalCluster:
+        return self.start() if self._workers is None else self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def prefill(
+        self, tokens: Sequence[int] | np.ndarray, *, max_new_tokens: int = 0, handoff: bool | None = None,
+        on_step: Callable[[StepDone], None] | None = None,
+    ) -> PrefillResult:  # fmt: skip
+        """Prefills one prompt; room for `max_new_tokens` more tokens is kept at the decode worker. `handoff` False leaves
+        the job in the prefill group only (default: hand over if there is a decode worker).
+
+        Raises:
+            PromptError: empty, a token outside the vocabulary, or too long for the model.
+            UserError: not enough cache pages are free.
+            RunFailed: a worker died, hung or failed.
+        """
+        hand_over = self._has_decode if handoff is None else handoff
+        return self.prefill_many([tokens], max_new_tokens=max_new_tokens, handoff=hand_over, on_step=on_step)[0]
+
+    def prefill_many(
+        self, prompts: Sequence[Sequence[int] | np.ndarray], *, max_new_tokens: int = 0, handoff: bool = False,
+        on_step: Callable[[StepDone], None] | None = None, step_tokens: int | None = None,
+    ) -> list[PrefillResult]:  # fmt: skip
+        """Prefills several prompts; short ones share steps. Raises as `prefill`."""
+        arrays = [self._checked(tokens, max_new_tokens) for tokens in prompts]
+        results: list[PrefillResult] = []
+        for array in arrays:
+            results.append(self._open(array, len(array) + max_new_tokens if handoff else len(array), None))
+        jobs = [Slice(job=result.job, start=0, end=result.num_tokens) for result in results]
+        return self._run(results, jobs, handoff=handoff, on_step=on_step, step_tokens=step_tokens)
+
+    def run_until(
+        self, tokens: Sequence[int] | np.ndarray, stop: int, *, step_tokens: int | None = None
+    ) -> PrefillResult:
+        """Prefills the first `stop` tokens only (a step border): to export a job in the middle of it."""
+        array = self._checked(tokens, 0)
+        result = self._open(array, len(array), None)
+        jobs = [Slice(job=result.job, start=0, end=min(stop, len(array)))]
+        return self._run([result], jobs, handoff=False, on_step=None, step_tokens=step_tokens)[0]
+
+    def resume(
+        self, snapshot: str | Path, *, max_new_tokens: int = 0, handoff: bool = False, step_tokens: int | None = None,
+        on_step: Callable[[StepDone], None] | None = None,
+    ) -> PrefillResult:  # fmt: skip
+        """Takes an exported job up where it stands, on this cluster's mesh, and finishes it.
+
+        Raises:
+            UserError: the snapshot is of another model, dtype or format.
+        """
+        header = self._workers.read_snapshot(str(snapshot))
+        array = self._checked(header.tokens_T.numpy(), max_new_tokens)
+        result = self._open(array, len(array) + max_new_tokens if handoff else len(array), str(snapshot))
+        jobs = [Slice(job=result.job, start=header.position, end=len(array))] if header.position < len(array) else []
+        return self._run([result], jobs, handoff=handoff, on_step=on_step, step_tokens=step_tokens)[0]
+
+    def generate(self, job: int, sampling: Sampling) -> Iterator[Token]:
+        """Streams the tokens that the decode worker samples for a handed-over job.
+
+        Raises:
+            RunFailed: the decode worker died or hung.
+        """
+        return self._workers.generate(job, sampling)
+
+    def dump(self, job: int, path: str | Path) -> None:
+        """Writes logits, cache rows and states of a finished job as safetensors (workers/dump.py lists them)."""
+        self._workers.dump(job, str(path))
+
+    def final_tensors(self, job: int) -> dict[str, np.ndarray]:
+        """What `dump` writes, as fp32 arrays by name."""
+        return self._workers.final_tensors(job)
+
+    def export_job(self, job: int, path: str | Path) -> None:
+        """Writes a snapshot that a cluster with any number of ranks resumes from."""
+        self._workers.export_job(job, str(path), self._jobs[job])
+
+    def close_job(self, job: int) -> None:
+        """Forgets a job everywhere; its pages become free."""
+        del self._jobs[job]
+        self._workers.close_job(job)
+
+    @property
+    def workers(self) -> Any:
+        """The running workers (orchestrator/groups.py): statistics, recorded choices."""
+        return self._workers
+
+    def _checked(self, tokens: Sequence[int] | np.ndarray, max_new_tokens: int) -> np.ndarray:
+        array = np.asarray(tokens)
+        if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+            raise PromptError(f"a prompt is a list of integer token ids, got {array.dtype} with shape {array.shape}")
+        check_prompt_length(self.config, len(array), max_new_tokens)
+        outside = np.flatnonzero((array < 0) | (array >= self.config.vocab_size))
+        if outside.size:
+            raise PromptError(
+                f"token id {array[outside[0]]} at position {outside[0]} is outside the vocabulary of "
+                f"{self.config.vocab_size}: ids are 0 to {self.config.vocab_size - 1}"
+            )
+        return array.astype(np.int32)
+
+    def _open(self, array: np.ndarray, max_tokens: int, snapshot: str | None) -> PrefillResult:
+        job, self._next_job = self._next_job, self._next_job + 1
+        self._workers.open_job(job, array, max_tokens, snapshot)
+        self._jobs[job] = array
+        return PrefillResult(job=job, num_tokens=len(array), accepted_at=time.perf_counter())
+
+    def _run(
+        self, results: list[PrefillResult], jobs: list[Slice], *, handoff: bool,
+        on_step: Callable[[StepDone], None] | None, step_tokens: int | None,
+    ) -> list[PrefillResult]:  # fmt: skip
+        if handoff and not self._has_decode:
+            raise RunFailed("this cluster has no decode worker: start it with decode=True")
+        if step_tokens is None:
+            longest = max((job.num_tokens for job in jobs), default=1)
+            step_tokens = step_tokens_for(self.settings, self.config, longest)
+        by_job = {result.job: result for result in results}
+        if handoff:
+            starts = {job: 0 for job in by_job} | {piece.job: piece.start for piece in jobs}
+            self._workers.open_handoffs(starts, {result.job: result.num_tokens for result in results})
+        steps = [tuple(step) for step in pack_jobs(jobs, step_tokens)]
+        for number, slices in enumerate(steps):
+            ending = tuple(part.job for part in slices if part.end == by_job[part.job].num_tokens)
+            started = time.perf_counter()
+            rank_seconds = self._workers.run_step(slices, ending)
+            done = StepDone(
+                number=number, num_steps=len(steps), slices=slices, seconds=time.perf_counter() - started,
+                rank_seconds=rank_seconds,
+            )  # fmt: skip
+            for part in slices:
+                by_job[part.job].steps.append(done)
+                by_job[part.job].prefill_s += done.seconds
+            if on_step is not None:
+                on_step(done)
+        if handoff:
+            for result in results:
+                result.handoff = self._workers.finish_handoff(result.job, result.num_tokens)
+        return results

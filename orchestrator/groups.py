@@ -1,0 +1,336 @@
+"""The workers of a `LocalCluster` and every conversation with them: placement, start, steps, hand-off, end.
+
+One Ray placement group holds the prefill ranks, reserved whole or not at all; the decode worker is an actor of its own.
+Cache pools are files of a holder in this process, so they outlive any worker. Nothing here waits without a deadline or a
+watch over the workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from longprefill.comms.manifest import LayerCounts
+from longprefill.comms.messages import Ack, Nack, decode
+from longprefill.comms.torch_group import GroupSpec, create_store
+from longprefill.comms.transport.holder import Holder
+from longprefill.orchestrator.errors import RunFailed
+from longprefill.orchestrator.plan import ClusterSettings
+from longprefill.orchestrator.ray_runtime import start_local_ray, worker_environment
+from longprefill.orchestrator.report import HandoffReport
+from longprefill.orchestrator.watch import Watch, Watched, end_process
+from longprefill.partition.errors import UserError
+from longprefill.partition.layout import PAGE_TOKENS, Slice
+from longprefill.workers import device as devices
+from longprefill.workers.cache.pages import CacheFormats, PageAllocator, cache_kinds
+from longprefill.workers.choices import Record
+from longprefill.workers.decode import Sampling, Token
+from longprefill.workers.engine import ChoiceReport, DecodeActor, PrefillActor, StepReport, TORCH_DTYPES
+from longprefill.workers.handoff import HandoffPart, build_messages, pool_file_bytes
+from longprefill.workers.model.config import KdaConfig, MlaConfig, ModelConfig
+from longprefill.workers.prefill import StepPlan
+from longprefill.workers.snapshot import SnapshotHeader, SnapshotIdentity, read_header
+from longprefill.workers.spec import WorkerInfo, WorkerSpec, WorkerStats
+
+NUM_SLOTS = 8
+"""Jobs whose states and logits can be on their way to the decode worker at once."""
+PLACEMENT_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 600.0
+HANDOFF_TIMEOUT_S = 120.0
+HANDOFF_ATTEMPTS = 2
+STOP_TIMEOUT_S = 5.0
+
+
+@dataclass(kw_only=True)
+class _Handoff:
+    transfer_id: str
+    attempt: int
+    table: tuple[int, ...]
+    started: float
+
+
+@dataclass(kw_only=True)
+class _OpenJob:
+    table: tuple[int, ...]
+    num_tokens: int
+    max_tokens: int
+    logits_owner: int | None = None
+    handoff: _Handoff | None = None
+    is_decoding: bool = False
+
+
+class LocalWorkers:
+    """`prefill` in rank order and `decode` are the running workers, `info` what each said of itself at its start."""
+
+    def __init__(self, settings: ClusterSettings, config: ModelConfig, fingerprint: str, *, has_decode: bool) -> None:
+        self.settings = settings
+        self.config = config
+        self.fingerprint = fingerprint
+        self.has_decode = has_decode
+        self.prefill: list[Watched] = []
+        self.decode: Watched | None = None
+        self.info: dict[str, WorkerInfo] = {}
+        self._holder: Holder | None = None
+        self._store: Any = None
+        self._placement: Any = None
+        self._watch = Watch(settings.heartbeat_timeout_s)
+        self._generation = 0
+        self._ray_started = False
+        self._jobs: dict[int, _OpenJob] = {}
+        self._formats = CacheFormats(latent=settings.latent, index_key=settings.index)
+        self._kinds = cache_kinds(config, self._formats)
+        # one ragged page a job at most: eight jobs' worth beyond what the tokens need
+        self._num_pages = -(-settings.max_tokens // PAGE_TOKENS) + NUM_SLOTS
+        self._prefill_pages = PageAllocator(self._num_pages)
+        self._decode_pages = PageAllocator(self._num_pages)
+
+    # ---- start and end ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Ray, placement, processes, models, the group: all or nothing.
+
+        Raises:
+            UserError: the request cannot be placed, or a worker refuses the model.
+            RunFailed: a worker did not start.
+        """
+        settings = self.settings
+        start_local_ray(settings.cp + 1)
+        self._ray_started = True
+        self._holder = Holder()
+        self._placement = self._reserve()
+        options = {
+            "num_cpus": 1,
+            "runtime_env": {"env_vars": worker_environment(settings.threads_per_rank)},
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._placement),
+        }
+        actors = {f"prefill rank {rank}": PrefillActor.options(**options).remote() for rank in range(settings.cp)}
+        if self.has_decode:
+            decode_options = {"num_cpus": 1, "runtime_env": options["runtime_env"]}
+            actors["decode worker"] = DecodeActor.options(**decode_options).remote()
+        described = self._watch.wait(
+            {label: actor.describe.remote() for label, actor in actors.items()}, deadline_s=START_TIMEOUT_S
+        )
+        for label, actor in actors.items():
+            worker = Watched(label=label, actor=actor, pid=described[label][0])
+            self._watch.add(worker)
+            if label == "decode worker":
+                self.decode = worker
+            else:
+                self.prefill.append(worker)
+        calls = {worker.label: worker.actor.start.remote(self._spec(worker.label)) for worker in self.prefill}
+        if self.decode is not None:
+            calls[self.decode.label] = self.decode.actor.start.remote(self._spec(self.decode.label), NUM_SLOTS)
+        self.info = self._watch.wait(calls, deadline_s=START_TIMEOUT_S)
+        self.form_group()
+
+    def form_group(self) -> None:
+        """The prefill ranks meet as a new generation."""
+        settings = self.settings
+        self._generation += 1
+        if self._store is None:
+            self._store, self._store_host, self._store_port = create_store()
+        device = devices.resolve_device(settings.device)
+        specs = {
+            worker.label: GroupSpec(
+                host=self._store_host, port=self._store_port, generation=self._generation, rank=rank, size=settings.cp,
+                device=str(device), backend=devices.backend_for(device), timeout_s=settings.collective_timeout_s,
+            )  # fmt: skip
+            for rank, worker in enumerate(self.prefill)
+        }
+        self._call_prefill("join", lambda worker: (specs[worker.label],))
+
+    def close(self) -> None:
+        """Ends every worker, Ray and the pool files."""
+        pids = [worker.pid for worker in (*self.prefill, *([self.decode] if self.decode else []))]
+        self._watch.clear()
+        self.prefill, self.decode = [], None
+        if self._ray_started:
+            if self._placement is not None and ray.is_initialized():
+                remove_placement_group(self._placement)
+            ray.shutdown()
+            self._ray_started = False
+        for pid in pids:
+            end_process(pid)  # a stopped process survives Ray's own end
+        if self._holder is not None:
+            self._holder.close()
+            self._holder = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _reserve(self) -> Any:
+        group = placement_group([{"CPU": 1}] * self.settings.cp, strategy="PACK")
+        ready, _ = ray.wait([group.ready()], timeout=PLACEMENT_TIMEOUT_S)
+        if not ready:
+            raise UserError(
+                f"{self.settings.cp} prefill ranks cannot be placed: Ray offers {ray.cluster_resources().get('CPU', 0):.0f} "
+                "logical CPUs: use a smaller --cp"
+            )
+        return group
+
+    def _spec(self, label: str) -> WorkerSpec:
+        settings = self.settings
+        assert self._holder is not None
+        size = pool_file_bytes(self.config, TORCH_DTYPES[settings.dtype], self._kinds, self._num_pages, NUM_SLOTS)
+        return WorkerSpec(
+            model_dir=settings.model_dir, device=settings.device, dtype=settings.dtype, latent_format=settings.latent,
+            index_format=settings.index, pool_path=str(self._holder.create(label.replace(" ", "-"), size)),
+            num_pages=self._num_pages, backends=settings.backends, trace=settings.trace,
+            keep_unpooled_keys=settings.keep_unpooled_keys, num_threads=settings.threads_per_rank,
+        )  # fmt: skip
+
+    # ---- jobs and steps -----------------------------------------------------------------------------------------
+
+    def open_job(self, job: int, tokens: np.ndarray, max_tokens: int, snapshot: str | None) -> None:
+        """Gives a job pages and its prompt to all ranks."""
+        table = self._prefill_pages.allocate(job, len(tokens))
+        prompt = ray.put(tokens)
+        positions = self._call_prefill("open_job", lambda worker: (job, prompt, table, snapshot))
+        is_done = all(position == len(tokens) for position in positions.values())
+        self._jobs[job] = _OpenJob(
+            table=table, num_tokens=len(tokens), max_tokens=max_tokens, logits_owner=0 if is_done else None
+        )
+
+    def run_step(self, slices: tuple[Slice, ...], ending: tuple[int, ...]) -> tuple[float, ...]:
+        """One step on all ranks; the seconds each rank measured. `ending` are the jobs that finish with it."""
+        plan = StepPlan(slices=slices, layout=self.settings.layout, exchange="all_gather", logits_of=ending)
+        reports: dict[str, StepReport] = self._call_prefill("run_step", lambda worker: (plan,))
+        for report in reports.values():
+            for job in report.has_logits:
+                self._jobs[job].logits_owner = report.rank
+        ordered = sorted(reports.values(), key=lambda report: report.rank)
+        return tuple(report.seconds for report in ordered)
+
+    def close_job(self, job: int) -> None:
+        """Frees a job's pages on both sides."""
+        opened = self._jobs.pop(job)
+        if opened.handoff is not None and self.decode is not None:
+            self._watch.wait({self.decode.label: self.decode.actor.release.remote(job)})
+            self._decode_pages.release(job)
+        self._call_prefill("close_job", lambda worker: (job,))
+        self._prefill_pages.release(job)
+
+    def dump(self, job: int, path: str) -> None:
+        self._call_prefill("dump", lambda worker: (job, path, self._owner(job)))
+
+    def final_tensors(self, job: int) -> dict[str, np.ndarray]:
+        found = self._call_prefill("final_tensors", lambda worker: (job, self._owner(job)))
+        return found[self.prefill[0].label]
+
+    def export_job(self, job: int, path: str, tokens: np.ndarray) -> None:
+        """The rank that has the logits writes, else rank 0: the caches are replicated."""
+        owner = self._jobs[job].logits_owner
+        worker = self.prefill[owner or 0]
+        self._watch.wait({worker.label: worker.actor.export_job.remote(job, path, tokens, owner is not None)})
+
+    def read_snapshot(self, path: str) -> SnapshotHeader:
+        identity = SnapshotIdentity(fingerprint=self.fingerprint, dtype=self.settings.dtype, formats=self._formats)
+        return read_header(path, identity)
+
+    # ---- hand-off and decode ------------------------------------------------------------------------------------
+
+    def open_handoffs(self, starts: dict[int, int], num_tokens: dict[int, int]) -> None:
+        """Reserves at the decode side and tells the ranks where pages go. `starts`: tokens that are already done."""
+        for job in num_tokens:
+            table = self._decode_pages.allocate(job, self._jobs[job].max_tokens)
+            transfer_id = f"{self._generation}-{job}"
+            self._jobs[job].handoff = _Handoff(transfer_id=transfer_id, attempt=0, table=table, started=time.perf_counter())
+            self._open_transfer(job, starts[job])
+
+    def finish_handoff(self, job: int, num_tokens: int) -> HandoffReport:
+        """Waits until everything has arrived and is acknowledged; what failed its check is sent once more.
+
+        Raises:
+            RunFailed: the decode side refused, with its reason.
+        """
+        assert self.decode is not None
+        opened = self._jobs[job]
+        handoff = opened.handoff
+        assert handoff is not None
+        prefill_ended = time.perf_counter()
+        while True:
+            parts: dict[str, HandoffPart] = self._call_prefill("finish_handoff", lambda worker: (job,))
+            messages = build_messages(
+                list(parts.values()), transfer_id=handoff.transfer_id, attempt=handoff.attempt, job=job,
+                fingerprint=self.fingerprint, formats=self._formats, layers=_layer_counts(self.config), position=num_tokens,
+            )  # fmt: skip
+            reply = self._watch.wait(
+                {self.decode.label: self.decode.actor.commit.remote(messages, opened.max_tokens)}, deadline_s=HANDOFF_TIMEOUT_S
+            )
+            answer = decode(reply[self.decode.label])
+            if isinstance(answer, Ack):
+                now = time.perf_counter()
+                opened.is_decoding = True
+                return HandoffReport(
+                    num_bytes=answer.num_bytes, seconds=now - handoff.started, exposed_s=now - prefill_ended
+                )
+            assert isinstance(answer, Nack)
+            if answer.code != "checksum" or handoff.attempt + 1 >= HANDOFF_ATTEMPTS:
+                raise RunFailed(f"the decode worker refused job {job}: {answer.code}: {answer.reason}")
+            handoff.attempt += 1
+            self._open_transfer(job, num_tokens)
+
+    def generate(self, job: int, sampling: Sampling) -> Iterator[Token]:
+        """Streams sampled tokens; each wait is watched."""
+        assert self.decode is not None
+        if not self._jobs[job].is_decoding:
+            raise RunFailed(f"job {job} was not handed over to the decode worker")
+        stream = self.decode.actor.generate.options(num_returns="streaming").remote(job, sampling)
+        for reference in stream:
+            yield self._watch.wait({self.decode.label: reference})[self.decode.label]
+
+    def _open_transfer(self, job: int, first_token: int) -> None:
+        assert self.decode is not None
+        handoff = self._jobs[job].handoff
+        assert handoff is not None
+        call = self.decode.actor.reserve.remote(job, handoff.transfer_id, handoff.attempt, handoff.table)
+        target = self._watch.wait({self.decode.label: call}, deadline_s=HANDOFF_TIMEOUT_S)[self.decode.label]
+        self._call_prefill("open_handoff", lambda worker: (job, target, first_token))
+
+    # ---- measurements and choices -------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, WorkerStats]:
+        """Of every worker, by label, since the last call."""
+        workers = [*self.prefill, *([self.decode] if self.decode else [])]
+        return self._watch.wait({worker.label: worker.actor.stats.remote() for worker in workers})
+
+    def record_choices(self) -> None:
+        self._call_prefill("record_choices", lambda worker: ())
+
+    def take_choices(self) -> Record:
+        """All ranks' recorded choices."""
+        merged: Record = {}
+        for record in self._call_prefill("take_choices", lambda worker: ()).values():
+            merged |= record
+        return merged
+
+    def replay_choices(self, record: Record) -> None:
+        shared = ray.put(record)
+        self._call_prefill("replay_choices", lambda worker: (shared,))
+
+    def end_replay(self) -> list[ChoiceReport]:
+        return list(self._call_prefill("end_replay", lambda worker: ()).values())
+
+    def _call_prefill(self, method: str, arguments: Callable[[Watched], tuple[Any, ...]]) -> dict[str, Any]:
+        return self._watch.wait(
+            {worker.label: getattr(worker.actor, method).remote(*arguments(worker)) for worker in self.prefill}
+        )
+
+    def _owner(self, job: int) -> int:
+        owner = self._jobs[job].logits_owner
+        if owner is None:
+            raise RunFailed(f"job {job} is not finished: it has no logits yet")
+        return owner
+
+
+def _layer_counts(config: ModelConfig) -> LayerCounts:
+    kda = sum(isinstance(layer.mixer, KdaConfig) for layer in config.layers)
+    dsa = sum(isinstance(layer.mixer, MlaConfig) and layer.mixer.indexer is not None for layer in config.layers)
+    return LayerCounts(kda=kda, mla=len(config.layers) - kda - dsa, dsa=dsa)
