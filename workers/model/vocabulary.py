@@ -20,12 +20,13 @@ BOS_ID, EOS_ID = 0, 1
 MIN_VOCAB = 2 + 256
 """The special tokens and every byte."""
 DOCUMENTED_MODULES = (
-    "argparse", "ast", "asyncio.events", "bisect", "calendar", "collections", "concurrent.futures._base", "configparser",
-    "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "doctest", "email.message", "enum", "fractions",
-    "functools", "gettext", "heapq", "http.client", "inspect", "ipaddress", "json.encoder", "logging", "mailbox",
-    "multiprocessing.managers", "optparse", "pathlib", "pickle", "pprint", "random", "shutil", "socket", "statistics",
-    "string", "subprocess", "tarfile", "tempfile", "textwrap", "threading", "tokenize", "turtle", "typing",
-    "unittest.case", "unittest.mock", "urllib.parse", "urllib.request", "uuid", "xml.dom.minidom", "zipfile",
+    "argparse", "ast", "asyncio.events", "bisect", "calendar", "collections", "concurrent.futures._base",
+    "configparser", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "doctest", "email.message",
+    "enum", "fractions", "functools", "gettext", "heapq", "http.client", "inspect", "ipaddress", "json.encoder",
+    "logging", "mailbox", "multiprocessing.managers", "optparse", "pathlib", "pickle", "pprint", "random", "shutil",
+    "socket", "statistics", "string", "subprocess", "tarfile", "tempfile", "textwrap", "threading", "tokenize",
+    "turtle", "typing", "unittest.case", "unittest.mock", "urllib.parse", "urllib.request", "uuid",
+    "xml.dom.minidom", "zipfile",
 )  # fmt: skip
 
 
