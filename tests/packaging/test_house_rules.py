@@ -75,6 +75,20 @@ def test_import_arrows_are_kept(importer: str, imported: str, tmp_path: Path) ->
     assert f"longprefill.{importer} is not allowed to import longprefill.{imported}" in broken.stdout
 
 
+def test_types_are_checked_in_every_root(tmp_path: Path) -> None:
+    """pyright passes when it finds no file at all, so a wrong `include` would go unnoticed."""
+    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
+    (tmp_path / ".venv").symlink_to(TOOLS.parent)
+    (tmp_path / "build" / "typing" / "longprefill").mkdir(parents=True)
+    for root in ROOTS:
+        (tmp_path / root).mkdir()
+        (tmp_path / root / "part.py").write_text('number: int = "text"\n')
+        (tmp_path / "build" / "typing" / "longprefill" / root).symlink_to(tmp_path / root)
+    result = run(TOOLS / "pyright", cwd=tmp_path, env=os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"})
+    assert result.returncode == 1
+    assert f"{len(ROOTS)} errors" in result.stdout
+
+
 def test_no_init_where_it_would_shadow() -> None:
     assert not (REPOSITORY / "kernels" / "__init__.py").exists(), "it would shadow Hugging Face's `kernels`"
     assert not list((REPOSITORY / "tests").rglob("__init__.py")), "tests would be importable under a second name"
