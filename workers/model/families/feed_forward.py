@@ -17,9 +17,9 @@ def read_feed_forwards(
     """
     is_dense = dense_layers(fields, num_layers, first_dense)
     dense = moe = None
-    if any(is_dense):
+    if any(is_dense) or fields.has("intermediate_size"):
         dense = DenseConfig(intermediate=fields.integer("intermediate_size"), activation=activation)
-    if not all(is_dense):
+    if not all(is_dense) or fields.has("num_experts", "num_local_experts"):
         moe = read_moe(fields, activation)
     kinds = [dense if layer_is_dense else moe for layer_is_dense in is_dense]
     return [kind for kind in kinds if kind is not None]
@@ -27,6 +27,8 @@ def read_feed_forwards(
 
 def dense_layers(fields: Fields, num_layers: int, first_dense: int) -> list[bool]:
     """Which layers are dense: `mlp_layer_types`; or the first k, and then all but every `moe_layer_freq`-th; or all."""
+    num_dense = fields.integer("first_k_dense_replace", default=first_dense, minimum=0)
+    frequency = fields.integer("moe_layer_freq", default=1)
     if fields.has("mlp_layer_types"):
         words = fields.words("mlp_layer_types", among=("dense", "sparse"), length=num_layers)
         return [word == "dense" for word in words]
@@ -34,8 +36,6 @@ def dense_layers(fields: Fields, num_layers: int, first_dense: int) -> list[bool
         if fields.has("first_k_dense_replace", "moe_intermediate_size"):
             raise ModelError("config.json: field num_experts is missing, and other fields ask for experts: add it")
         return [True] * num_layers
-    num_dense = fields.integer("first_k_dense_replace", default=first_dense, minimum=0)
-    frequency = fields.integer("moe_layer_freq", default=1)
     return [index < num_dense or index % frequency != 0 for index in range(num_layers)]
 
 

@@ -52,9 +52,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     norm_eps = fields.number("rms_norm_eps", default=1e-5)
     types = fields.words("layer_types", among=("kda", "dsa", "mla"), length=num_layers)
     mixers: dict[str, KdaConfig | MlaConfig] = {}
-    if "kda" in types:
+    if "kda" in types or fields.has("linear_attn_config"):
         mixers["kda"] = read_kda(fields.section("linear_attn_config"), norm_eps)
-    if "dsa" in types or "mla" in types:
+    if "dsa" in types or "mla" in types or fields.has("kv_lora_rank"):
         mixers |= read_attention(fields, types)
     activation = fields.choice("hidden_act", among=ACTIVATIONS, default="silu")
     ffns = read_feed_forwards(fields, num_layers, activation=activation, first_dense=0)
@@ -132,7 +132,7 @@ def read_attention(fields: Fields, types: list[str]) -> dict[str, MlaConfig]:
         "gated": fields.flag("mla_use_output_gate", default=False),
     }
     mixers = {"mla": MlaConfig(**shared, indexer=None)}
-    if "dsa" in types:
+    if "dsa" in types or fields.has("index_topk"):
         mixers["dsa"] = MlaConfig(**shared, indexer=read_indexer(fields, rope_dim, positions.indexer))
     return mixers
 
