@@ -16,4 +16,4 @@ def checksum_bytes(data: bytes | bytearray | memoryview) -> int:
 def checksum_tensor(tensor: torch.Tensor) -> int:
     """xxh3_64 of a tensor's elements in memory order of a contiguous tensor, whatever its strides and device."""
     data_B = as_bytes(tensor.detach().contiguous()).cpu()
-    return xxhash.xxh3_64_intdigest(memoryview(data_B.numpy()))
+    return xxhash.xxh3_64_intdigest(data_B.numpy().data)

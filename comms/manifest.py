@@ -1,8 +1,8 @@
 """What a hand-off says of the bytes it moves: every page and state, by layer, with owner, size and checksum.
 
 One `Manifest` goes out as each step finishes and lists the pages of that step; the one of the last step also has the
-boundary state and the logits. `check_complete` is what the decode side asks before it acknowledges: together the manifests
-of a transfer must hold every page, state and the logits exactly once.
+boundary state and the logits. `check_complete` is what the decode side asks before it acknowledges: together the
+manifests of a transfer must hold every page, state and the logits exactly once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .fields import (
 )
 
 PAGE_KINDS = ("latent", "index_key")
-STATE_KINDS = ("kda_state", "conv_tail", "pool_tail")
+STATE_KINDS = ("kda_state", "conv_tail", "pool_key", "pool_gate")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 MAX_DIMS = 8
 
@@ -76,7 +76,7 @@ class StateEntry:
 
     layer: int
     kind: str
-    """`kda_state`, `conv_tail` or `pool_tail`."""
+    """`kda_state`, `conv_tail`, or the rows of an incomplete pool: `pool_key`, `pool_gate`."""
     shape: tuple[int, ...]
     dtype: str
     num_bytes: int
@@ -164,8 +164,8 @@ class Manifest:
 def check_complete(manifests: Sequence[Manifest], *, page_tokens: int) -> None:
     """Refuses a transfer that lacks or repeats anything: pages per layer, kind and index, states per layer and part.
 
-    `manifests` in order of `part`. Index key pages may be fewer than latent pages (pooled keys), but are equally many in
-    all layers.
+    `manifests` in order of `part`. A ragged last page need not have an index key page: with pooled keys it may hold no
+    complete pool. The layers agree about that.
 
     Raises:
         MessageError: names what is missing, surplus or contradictory.
@@ -190,7 +190,8 @@ def check_complete(manifests: Sequence[Manifest], *, page_tokens: int) -> None:
     pages = [(page.layer, page.kind, page.index) for manifest in manifests for page in manifest.pages]
     check_unique("page", pages)
     check_runs("latent", pages, num_layers=counts.mla + counts.dsa, low=num_pages, high=num_pages)
-    check_runs("index_key", pages, num_layers=counts.dsa, low=0, high=num_pages)
+    num_whole = last.position // page_tokens
+    check_runs("index_key", pages, num_layers=counts.dsa, low=num_whole, high=num_pages)
     check_states(last)
 
 
@@ -204,13 +205,13 @@ def check_runs(kind: str, pages: Sequence[tuple[int, str, int]], *, num_layers: 
         return
     if len(indices) != num_layers:
         raise MessageError(f"{kind} pages of {len(indices)} layers, the model has {num_layers} such layers")
-    expected = low if low == high else max(len(found) for found in indices.values())
+    expected = min(max(low, max((len(found) for found in indices.values()), default=0)), high)
     for layer, found in indices.items():
         missing = sorted(set(range(expected)) - set(found))
         surplus = sorted(set(found) - set(range(expected)))
-        if missing or surplus or expected > high:
+        if missing or surplus:
             raise MessageError(
-                f"{kind} pages of layer {layer}: {len(found)} of {expected}, missing {missing[:4]}, surplus {surplus[:4]}"
+                f"{kind} pages of layer {layer}: {len(found)} of {expected}, lacks {missing[:4]}, surplus {surplus[:4]}"
             )
 
 
@@ -226,9 +227,9 @@ def check_states(manifest: Manifest) -> None:
         found = sum(1 for state_kind, _ in parts if state_kind == kind)
         if found != num_layers:
             raise MessageError(f"{kind} of {found} layers, the model has {num_layers} KDA layers")
-    num_tails = sum(1 for kind, _ in parts if kind == "pool_tail")
-    if num_tails not in (0, manifest.layers.dsa):
-        raise MessageError(f"pool_tail of {num_tails} layers, the model has {manifest.layers.dsa} DSA layers")
+    tails = [sum(1 for kind, _ in parts if kind == wanted) for wanted in ("pool_key", "pool_gate")]
+    if tails not in ([0, 0], [manifest.layers.dsa] * 2):
+        raise MessageError(f"pool keys and gates of {tails} layers, the model has {manifest.layers.dsa} DSA layers")
 
 
 def check_identity(message: object) -> None:

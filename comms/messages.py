@@ -4,14 +4,13 @@ In the order of a transfer: `Manifest` (one a finished step), `Commit` (last, an
 decode side `Ack` (everything verified; only this, or the end of a lease, frees the sender) or `Nack`.
 
 Format 1: {"version": 1, "kind": name, "body": {field: value}}. Entries are arrays of their fields in the order of
-declaration. Unknown kinds, versions and fields, missing and repeated fields are errors; so is a message above the limit,
-in both directions.
+declaration. Unknown kinds, versions and fields, missing and repeated fields are errors; so is a message above the
+limit, in both directions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +97,11 @@ class Nack:
 
 Message = Manifest | Commit | Ack | Nack
 KINDS: dict[str, type[Message]] = {"manifest": Manifest, "commit": Commit, "ack": Ack, "nack": Nack}
+ENTRY_FIELDS: dict[type[Any], tuple[str, ...]] = {
+    cls: tuple(field.name for field in dataclasses.fields(cls))
+    for cls in (LayerCounts, PageEntry, StateEntry, LogitsEntry)
+}
+"""What an entry's array holds, in this order."""
 
 
 def encode(message: Message, *, limit_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
@@ -115,7 +119,7 @@ def encode(message: Message, *, limit_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
         body["pages"] = [fields_of(page) for page in message.pages]
         body["states"] = [fields_of(state) for state in message.states]
         body["logits"] = None if message.logits is None else fields_of(message.logits)
-    data: bytes = msgpack.packb({"version": VERSION, "kind": kind, "body": body})
+    data: bytes = msgpack.packb({"version": VERSION, "kind": kind, "body": body})  # pyright: ignore[reportAssignmentType]
     if len(data) > limit_bytes:
         raise MessageError(
             f"a {kind} of {len(data)} bytes: at most {limit_bytes}: send a manifest a step, not one a job"
@@ -190,9 +194,9 @@ def array(value: object, name: str) -> list[Any]:
     return value
 
 
-def entry(cls: Callable[..., Any], value: object) -> Any:
+def entry(cls: type[Any], value: object) -> Any:
     """An entry of class `cls` from the array of its fields."""
-    names = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
+    names = ENTRY_FIELDS[cls]
     values = array(value, cls.__name__)
     if len(values) != len(names):
         raise MessageError(f"{cls.__name__} with {len(values)} fields: has {len(names)}: {', '.join(names)}")
@@ -202,4 +206,4 @@ def entry(cls: Callable[..., Any], value: object) -> Any:
 
 def fields_of(value: Any) -> list[Any]:
     """The fields of an entry in order of declaration."""
-    return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return [getattr(value, name) for name in ENTRY_FIELDS[type(value)]]

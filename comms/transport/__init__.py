@@ -1,0 +1,1 @@
+"""Moving cache pages between the pools of two processes."""
