@@ -1,7 +1,7 @@
 """The table of kernel backends, resolved once per worker.
 
-A backend of an op is a module with the functions of the op's Protocol (`contracts.py`). To add one, write the module and
-put a row above the slower ones. Its availability says in a sentence why it cannot run here, or None.
+A backend of an op is a module with the functions of the op's Protocol (`contracts.py`). To add one, write the module
+and put a row above the slower ones. Its `refusal` says in a sentence why it cannot serve a device, or None.
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ def resolve(device_type: str, overrides: Mapping[str, str] | None = None) -> Ker
         raise ValueError(f"no op is called {', '.join(unknown)}: override one of {', '.join(OPS)}")
     chosen = {op: _choose(op, device_type, overrides.get(op)) for op in OPS}
     return KernelTable(**{op: importlib.import_module(backend.module) for op, backend in chosen.items()})
+
+
+def chosen(device_type: str, overrides: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The backend that `resolve` takes for every op, by name."""
+    return {op: _choose(op, device_type, (overrides or {}).get(op)).name for op in OPS}
 
 
 def describe(device_type: str = "cpu") -> tuple[BackendRow, ...]:

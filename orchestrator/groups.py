@@ -20,7 +20,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from longprefill.comms.manifest import LayerCounts
 from longprefill.comms.messages import Ack, Nack, decode
 from longprefill.comms.torch_group import GroupSpec, create_store
-from longprefill.comms.transport.holder import Holder
+from longprefill.comms.transport.base import TransportError
+from longprefill.comms.transport.holder import Pool, create_pool, sweep_stale
 from longprefill.orchestrator.errors import RunFailed
 from longprefill.orchestrator.plan import ClusterSettings
 from longprefill.orchestrator.ray_runtime import start_local_ray, worker_environment
@@ -77,7 +78,7 @@ class LocalWorkers:
         self.prefill: list[Watched] = []
         self.decode: Watched | None = None
         self.info: dict[str, WorkerInfo] = {}
-        self._holder: Holder | None = None
+        self._pools: list[Pool] = []
         self._store: Any = None
         self._placement: Any = None
         self._watch = Watch(settings.heartbeat_timeout_s)
@@ -103,7 +104,7 @@ class LocalWorkers:
         settings = self.settings
         start_local_ray(settings.cp + 1)
         self._ray_started = True
-        self._holder = Holder()
+        sweep_stale()
         self._placement = self._reserve()
         options = {
             "num_cpus": 1,
@@ -126,7 +127,7 @@ class LocalWorkers:
                 self.prefill.append(worker)
         calls = {worker.label: worker.actor.start.remote(self._spec(worker.label)) for worker in self.prefill}
         if self.decode is not None:
-            calls[self.decode.label] = self.decode.actor.start.remote(self._spec(self.decode.label), NUM_SLOTS)
+            calls[self.decode.label] = self.decode.actor.start.remote(self._spec(self.decode.label))
         self.info = self._watch.wait(calls, deadline_s=START_TIMEOUT_S)
         self.form_group()
 
@@ -158,9 +159,10 @@ class LocalWorkers:
             self._ray_started = False
         for pid in pids:
             end_process(pid)  # a stopped process survives Ray's own end
-        if self._holder is not None:
-            self._holder.close()
-            self._holder = None
+        for pool in self._pools:
+            pool.unlink()
+            pool.close()
+        self._pools.clear()
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -177,13 +179,17 @@ class LocalWorkers:
 
     def _spec(self, label: str) -> WorkerSpec:
         settings = self.settings
-        assert self._holder is not None
         size = pool_file_bytes(self.config, TORCH_DTYPES[settings.dtype], self._kinds, self._num_pages, NUM_SLOTS)
+        try:
+            pool = create_pool(size, label=label.replace(" ", "_"))
+        except TransportError as error:
+            raise UserError(f"cache pool of the {label}: {error}") from error
+        self._pools.append(pool)
         return WorkerSpec(
             model_dir=settings.model_dir, device=settings.device, dtype=settings.dtype, latent_format=settings.latent,
-            index_format=settings.index, pool_path=str(self._holder.create(label.replace(" ", "-"), size)),
-            num_pages=self._num_pages, backends=settings.backends, trace=settings.trace,
-            keep_unpooled_keys=settings.keep_unpooled_keys, num_threads=settings.threads_per_rank,
+            index_format=settings.index, pool=pool.address(), num_pages=self._num_pages, num_slots=NUM_SLOTS,
+            backends=settings.backends, trace=settings.trace, keep_unpooled_keys=settings.keep_unpooled_keys,
+            num_threads=settings.threads_per_rank,
         )  # fmt: skip
 
     # ---- jobs and steps -----------------------------------------------------------------------------------------
@@ -257,12 +263,12 @@ class LocalWorkers:
         prefill_ended = time.perf_counter()
         while True:
             parts: dict[str, HandoffPart] = self._call_prefill("finish_handoff", lambda worker: (job,))
-            messages = build_messages(
+            manifest, commit = build_messages(
                 list(parts.values()), transfer_id=handoff.transfer_id, attempt=handoff.attempt, job=job,
                 fingerprint=self.fingerprint, formats=self._formats, layers=_layer_counts(self.config), position=num_tokens,
             )  # fmt: skip
             reply = self._watch.wait(
-                {self.decode.label: self.decode.actor.commit.remote(messages, opened.max_tokens)}, deadline_s=HANDOFF_TIMEOUT_S
+                {self.decode.label: self.decode.actor.commit.remote(manifest, commit, opened.max_tokens)}, deadline_s=HANDOFF_TIMEOUT_S
             )
             answer = decode(reply[self.decode.label])
             if isinstance(answer, Ack):
@@ -272,7 +278,7 @@ class LocalWorkers:
                     num_bytes=answer.num_bytes, seconds=now - handoff.started, exposed_s=now - prefill_ended
                 )
             assert isinstance(answer, Nack)
-            if answer.code != "checksum" or handoff.attempt + 1 >= HANDOFF_ATTEMPTS:
+            if not answer.may_retry or handoff.attempt + 1 >= HANDOFF_ATTEMPTS:
                 raise RunFailed(f"the decode worker refused job {job}: {answer.code}: {answer.reason}")
             handoff.attempt += 1
             self._open_transfer(job, num_tokens)

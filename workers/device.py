@@ -43,10 +43,10 @@ class Memory:
 
 
 def resolve_device(name: str | None = None) -> torch.device:
-    """The device of that name, `cpu`, `cuda`, `cuda:1`, `npu`, `npu:0`; None takes the first kind that is here: npu, cuda, cpu.
+    """The device of that name, as `cpu`, `cuda`, `cuda:1`, `npu:0`; None takes the first kind here of npu, cuda, cpu.
 
     Raises:
-        DeviceError: unknown kind, not available here, or an index beyond the devices; the message says which and what to do.
+        DeviceError: unknown kind, not available here, or an index beyond the devices: which, and what to do.
     """
     if name is None:
         kind = next(kind for kind in ("npu", "cuda", "cpu") if refusal(kind) is None)
@@ -140,7 +140,7 @@ def memory(device: torch.device) -> Memory:
 
 
 def configure_threads(num_threads: int) -> None:
-    """Threads of one rank's CPU kernels. How they idle (OMP_WAIT_POLICY=PASSIVE) only the launcher's environment can say.
+    """Threads of one rank's CPU kernels. How they idle (OMP_WAIT_POLICY) only the launcher's environment can say.
 
     Raises:
         DeviceError: less than one, or more than the cores that this process may use.

@@ -27,13 +27,13 @@ from longprefill.comms.group import Group
 from longprefill.comms.solo import SoloGroup
 from longprefill.comms.torch_group import GroupSpec, TorchGroup
 from longprefill.comms.transport.holder import attach_pool
-from longprefill.kernels.backends import resolve
+from longprefill.kernels.backends import chosen, resolve
 from longprefill.workers import device as devices
 from longprefill.workers.cache.pages import CacheFormats, CachePool, cache_kinds
 from longprefill.workers.choices import Record, Recorder, Replayer
 from longprefill.workers.decode import DecodeRank, Sampling, Token
 from longprefill.workers.dump import collect
-from longprefill.workers.handoff import HandoffReceiver, HandoffSender, HandoffTarget, outbox_view
+from longprefill.workers.handoff import HandoffPart, HandoffReceiver, HandoffSender, HandoffTarget, slot_bytes
 from longprefill.workers.model.families.registry import read_config
 from longprefill.workers.model.model import Model
 from longprefill.workers.model.weights import fingerprint, load_weights
@@ -104,13 +104,13 @@ class _Worker:
         weights_bytes = sum(tensor.nbytes for tensor in weights.values())
         self._model = Model(self._config, weights)
         self._formats = CacheFormats(latent=spec.latent_format, index_key=spec.index_format)
-        self._pool_file = attach_pool(Path(spec.pool_path))
-        self._pool = CachePool(self._pool_file.tensor, cache_kinds(self._config, self._formats), spec.num_pages)
+        self._pool_file = attach_pool(spec.pool)
+        self._pool = CachePool(self._pool_file.bytes_B, cache_kinds(self._config, self._formats), spec.num_pages)
         self._tracer = Tracer(spec.trace)
         pid, node = self.describe()
         return WorkerInfo(
             pid=pid, node=node, weights_bytes=weights_bytes, load_s=time.perf_counter() - started,
-            backends=self._kernels.names,
+            backends=chosen(spec.device, spec.backends),
         )  # fmt: skip
 
     def _make_rank(self, group: Group) -> PrefillRank:
@@ -148,34 +148,39 @@ class PrefillWorker(_Worker):
         tokens_T = torch.from_numpy(np.array(tokens, dtype=np.int64))
         self._rank.open_job(job, tokens_T, tuple(table))
         if snapshot is not None:
-            read_header(snapshot, self._identity)
+            header = read_header(snapshot, self._identity)
             state = restore(snapshot, self._config, self._dtype, self._rank.cache(job))
             self._rank.close_job(job)
             self._rank.open_job(job, tokens_T, tuple(table), state)
+            if header.logits_V is not None and header.position == len(tokens) and self._rank.group.rank == 0:
+                self._logits[job] = header.logits_V
         return self._rank.state(job).position
 
     def open_handoff(self, job: int, target: HandoffTarget, first_token: int) -> None:
         """From now on every finished step's pages stream to the decode worker; pages before `first_token` go at once."""
         assert self._group is not None
         if self._sender is None:
-            outbox = outbox_view(self._pool_file.tensor, self._pool)
-            self._sender = HandoffSender(self._group.rank, self._group.size, self._pool, self._pool_file, outbox)
+            self._sender = HandoffSender(
+                self._group.rank, self._group.size, self._pool, self._pool_file, slot_bytes(self._config, self._dtype),
+                self._spec.num_slots,
+            )  # fmt: skip
         self._sender.open(job, target, self._rank.cache(job).table)
         if first_token:
-            self._sender.send_pages(job, 0, first_token, is_last=False)
+            is_last = first_token == self._rank.num_tokens(job)
+            self._sender.send_pages(job, 0, first_token, is_last=is_last)
 
-    def run_step(self, plan: StepPlan, last_of: tuple[int, ...]) -> StepReport:
-        """One step; `last_of` names the jobs that end with it (their ragged pages stream too)."""
+    def run_step(self, plan: StepPlan) -> StepReport:
+        """One step. Jobs in `plan.logits_of` end with it: their ragged pages stream too."""
         result = self._rank.run_step(plan)
         self._logits |= result.logits
         if self._sender is not None:
             for part in plan.slices:
                 if self._sender.is_open(part.job):
-                    self._sender.send_pages(part.job, part.start, part.end, is_last=part.job in last_of)
+                    self._sender.send_pages(part.job, part.start, part.end, is_last=part.job in plan.logits_of)
         assert self._group is not None
         return StepReport(rank=self._group.rank, seconds=result.seconds, has_logits=tuple(result.logits))
 
-    def finish_handoff(self, job: int) -> bytes:
+    def finish_handoff(self, job: int) -> HandoffPart:
         """Sends the state and logits if this rank has them, waits until everything has arrived; this rank's part of the
         manifest."""
         assert self._sender is not None
@@ -235,23 +240,23 @@ class PrefillWorker(_Worker):
 class DecodeWorker(_Worker):
     """Takes prefilled jobs over and generates."""
 
-    def start(self, spec: WorkerSpec, num_slots: int) -> WorkerInfo:
+    def start(self, spec: WorkerSpec) -> WorkerInfo:
         """Loads the model and attaches the pool that prefill ranks write to."""
         info = self._start(spec)
         self._group = SoloGroup()
         self._decode = DecodeRank(self._make_rank(self._group))
         self._receiver = HandoffReceiver(
-            self._config, self._dtype, self._pool, self._pool_file, fingerprint(spec.model_dir), num_slots
+            self._config, self._dtype, self._formats, self._pool, self._pool_file, fingerprint(spec.model_dir), spec.num_slots
         )
         return info
 
-    def reserve(self, job: int, transfer: int, attempt: int, table: Sequence[int]) -> HandoffTarget:
+    def reserve(self, job: int, transfer_id: str, attempt: int, table: Sequence[int]) -> HandoffTarget:
         """Room for a job before its first byte is sent."""
-        return self._receiver.reserve(job, transfer, attempt, tuple(table))
+        return self._receiver.reserve(job, transfer_id, attempt, tuple(table))
 
-    def commit(self, parts: Sequence[bytes], max_tokens: int) -> bytes:
-        """The manifest's parts of all ranks: verifies every checksum, then takes the job over. An Ack or a Nack message."""
-        answer, received = self._receiver.commit(parts)
+    def commit(self, manifest: bytes, commit: bytes, max_tokens: int) -> bytes:
+        """Verifies every checksum, then takes the job over. An Ack or a Nack message."""
+        answer, received = self._receiver.commit(manifest, commit)
         if received is not None:
             self._decode.take(received.job, received.table, received.state, received.logits_V, max_tokens)
         return answer

@@ -95,6 +95,10 @@ class PrefillRank:
         """The boundary state after the job's last step."""
         return self._jobs[job].state
 
+    def num_tokens(self, job: int) -> int:
+        """Length of the job's prompt."""
+        return self._jobs[job].tokens.numel()
+
     def cache(self, job: int) -> JobCache:
         return self._jobs[job].cache
 

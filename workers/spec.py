@@ -1,9 +1,13 @@
-"""What a worker process is told when it starts. Torch-free and picklable, so that the controller can build it anywhere."""
+"""What a worker process is told when it starts, and what it says of itself. Everything pickles."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from longprefill.comms.transport.base import PoolAddress
 
 DTYPES = ("bf16", "fp32")
 
@@ -17,9 +21,10 @@ class WorkerSpec:
     """Compute dtype, one of DTYPES."""
     latent_format: str
     index_format: str
-    pool_path: str
-    """The holder's file with this worker's cache pages."""
+    pool: PoolAddress
+    """The holder's file with this worker's cache pages and hand-off slots."""
     num_pages: int
+    num_slots: int
     backends: Mapping[str, str] = field(default_factory=dict)
     """Kernel backend by op, for ops that shall not use the default."""
     trace: bool = False

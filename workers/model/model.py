@@ -26,7 +26,9 @@ class Model:
         self.embed = weights["embed"]
         self.head = weights["embed"] if config.tie_embeddings else weights["head"]
         self.final_norm = weights["final_norm"]
-        self.layers = tuple(_Layer(n, spec, config, _scope(weights, f"layers.{n}.")) for n, spec in enumerate(config.layers))
+        self.layers = tuple(
+            _Layer(n, spec, config, _scope(weights, f"layers.{n}.")) for n, spec in enumerate(config.layers)
+        )
         self.residual_queries = {
             name.removesuffix(".query"): weights[name].float() * weights[name.removesuffix("query") + "norm"].float()
             for name in weights

@@ -24,7 +24,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
         parts = kda_shapes(mixer, config.hidden) if isinstance(mixer, KdaConfig) else mla_shapes(mixer, config.hidden)
         shapes |= {prefix + name: shape for name, shape in parts.items()}
         shapes[prefix + "ffn_norm"] = (config.hidden,)
-        parts = dense_shapes(layer.ffn, config.hidden) if isinstance(layer.ffn, DenseConfig) else moe_shapes(layer.ffn, config.hidden)
+        parts = (
+            dense_shapes(layer.ffn, config.hidden)
+            if isinstance(layer.ffn, DenseConfig)
+            else moe_shapes(layer.ffn, config.hidden)
+        )
         shapes |= {prefix + name: shape for name, shape in parts.items()}
         if config.residual is not None:
             for site in ("mixer_res", "ffn_res"):
