@@ -1,7 +1,8 @@
 """KDA in tiles of 64 tokens with torch operators: the CPU default, and correct on any device.
 
 Legend: T tokens, H q/k heads, G value heads (value head g uses q/k head g * H // G), K key dim, V value dim,
-N segments, C tokens a tile, Z tiles, Y = Z * G tiles of all heads, B blocks of a tile, I rows of a half block, J = V + K columns.
+N segments, C tokens a tile, Z tiles, Y = Z * G tiles of all heads, B blocks of a tile, I rows of a half block,
+J = V + K columns.
 
 The derivation and the table of symbols are in README.md of this folder.
 """
@@ -215,7 +216,7 @@ def _row_blocks(x: torch.Tensor) -> list[slice]:
 
 
 def _tile_rows(x_T: torch.Tensor, tiles: TileTable, chosen: range) -> torch.Tensor:
-    """Rows of the chosen tiles, [Z, C, ...], 0 where a ragged tile has none. A view where the rows follow each other."""
+    """Rows of the chosen tiles, [Z, C, ...], 0 where a ragged tile has none. A view if the rows are one run."""
     starts = [tiles.starts[tile] for tile in chosen]
     ragged = [tile for tile in chosen if tiles.lengths[tile] < C]
     shape = (len(starts), C, *x_T.shape[1:])

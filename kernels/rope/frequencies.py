@@ -27,8 +27,9 @@ def yarn_factors(
 ) -> tuple[float, ...]:
     """What yarn (arXiv 2309.00071) multiplies each frequency by: 1 for the fast ones, 1 / factor for the slow ones.
 
-    A frequency that turns `beta_fast` times or more within the original length is kept, one that turns `beta_slow` times
-    or less is interpolated, and a ramp in the frequency's index lies between (its ends rounded outwards to whole indices).
+    A frequency that turns `beta_fast` times or more within the original length is kept, one that turns `beta_slow`
+    times or less is interpolated, and a ramp in the frequency's index lies between (its ends rounded outwards to whole
+    indices).
 
     Raises:
         ValueError: a length, factor or beta that is not above 0, or beta_fast below beta_slow.
