@@ -13,7 +13,7 @@ from longprefill.partition.layout import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlock:
-    """`length` rows in sequence: a job's tokens from the absolute position `start` on, and their rows in both orders."""
+    """`length` rows in sequence: a job's tokens from absolute position `start` on, and their rows in both orders."""
 
     job: int
     start: int

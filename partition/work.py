@@ -319,7 +319,7 @@ def _sum_of_pools(end: int, pool: int) -> int:
 def _sum_of_selected(end: int, topk: int, pool: int) -> int:
     """sum of min(topk // pool, n // pool) * pool + n % pool for n = 1 .. end."""
     most = topk // pool
-    growing = min(end, (most + 1) * pool - 1)
+    growing = min(end, most * pool)
     num_pools = _sum_of_pools(growing, pool) + (end - growing) * most
     full, rest = divmod(end, pool)
     return num_pools * pool + full * pool * (pool - 1) // 2 + rest * (rest + 1) // 2

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longprefill.partition.generators import GENERATORS, contiguous, generate, zigzag
+from longprefill.partition.generators import GENERATORS, LayoutKind, contiguous, generate, zigzag
 from longprefill.partition.layout import PAGE_TOKENS, Fragment, Layout, Slice
 
 MAX_RAGGED_TOKENS = 2 * (PAGE_TOKENS - 1)
@@ -25,7 +25,7 @@ def steps(draw: st.DrawFn, max_jobs: int = 5, max_tokens: int = 3000) -> list[Sl
     return slices
 
 
-kinds = st.sampled_from(sorted(GENERATORS))
+kinds: st.SearchStrategy[LayoutKind] = st.sampled_from(sorted(GENERATORS))
 
 
 def num_pages(piece: Slice) -> int:
@@ -33,7 +33,9 @@ def num_pages(piece: Slice) -> int:
 
 
 @given(steps(), st.integers(1, 9), kinds)
-def test_every_token_lies_on_one_rank_and_cuts_lie_on_pages(slices: list[Slice], num_ranks: int, kind: str) -> None:
+def test_every_token_lies_on_one_rank_and_cuts_lie_on_pages(
+    slices: list[Slice], num_ranks: int, kind: LayoutKind
+) -> None:
     layout = generate(kind, slices, num_ranks)
     assert layout.slices == tuple(slices)
     for piece in slices:
@@ -47,7 +49,7 @@ def test_every_token_lies_on_one_rank_and_cuts_lie_on_pages(slices: list[Slice],
 
 
 @given(steps(), st.integers(1, 9), kinds)
-def test_lookups_agree_with_the_table(slices: list[Slice], num_ranks: int, kind: str) -> None:
+def test_lookups_agree_with_the_table(slices: list[Slice], num_ranks: int, kind: LayoutKind) -> None:
     layout = generate(kind, slices, num_ranks)
     gathered = 0
     for rank in range(num_ranks):
@@ -67,7 +69,7 @@ def test_lookups_agree_with_the_table(slices: list[Slice], num_ranks: int, kind:
 
 
 @given(steps(max_jobs=1), st.integers(1, 9), kinds)
-def test_pages_of_one_job_differ_by_at_most_one(slices: list[Slice], num_ranks: int, kind: str) -> None:
+def test_pages_of_one_job_differ_by_at_most_one(slices: list[Slice], num_ranks: int, kind: LayoutKind) -> None:
     layout = generate(kind, slices, num_ranks)
     pages = [0] * num_ranks
     for fragment in layout.fragments:
@@ -77,7 +79,7 @@ def test_pages_of_one_job_differ_by_at_most_one(slices: list[Slice], num_ranks: 
 
 
 @given(steps(max_jobs=8), st.integers(1, 9), kinds)
-def test_tokens_of_a_whole_step_balance(slices: list[Slice], num_ranks: int, kind: str) -> None:
+def test_tokens_of_a_whole_step_balance(slices: list[Slice], num_ranks: int, kind: LayoutKind) -> None:
     counts = generate(kind, slices, num_ranks).row_counts
     assert max(counts) - min(counts) <= PAGE_TOKENS + MAX_RAGGED_TOKENS
 
@@ -97,7 +99,7 @@ def test_contiguous_is_one_run_a_rank(num_ranks: int, pages: int) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(GENERATORS))
-def test_five_pages_of_five_jobs_spread_over_three_ranks(kind: str) -> None:
+def test_five_pages_of_five_jobs_spread_over_three_ranks(kind: LayoutKind) -> None:
     layout = generate(kind, [Slice(job=job, start=0, end=PAGE_TOKENS) for job in range(5)], 3)
     assert sorted(layout.row_counts) == [PAGE_TOKENS, 2 * PAGE_TOKENS, 2 * PAGE_TOKENS]
 
