@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ class Fields:
 
     def has(self, *names: str) -> bool:
         """Is one of the spellings present with a value other than null?"""
+        self._read.update(names)
         return any(self._raw.get(name) is not None for name in names)
 
     def integer(self, *names: str, default: Any = REQUIRED, minimum: int = 1, maximum: int | None = None) -> int:
@@ -107,10 +109,10 @@ class Fields:
         """Raise for every field that nobody has asked for: a misspelt field must not turn into a default."""
         unknown = sorted(set(self._raw) - self._read - set(ignored))
         if unknown:
-            raise ModelError(
-                f"config.json: unknown field {self._path}{unknown[0]}={self._raw[unknown[0]]!r}: "
-                f"known here are {', '.join(sorted(self._read))}"
-            )
+            similar = difflib.get_close_matches(unknown[0], self._read, n=1, cutoff=0.5)
+            advice = f"did you mean {self._path}{similar[0]}?" if similar else "remove it"
+            shown = f"{self._path}{unknown[0]}={self._raw[unknown[0]]!r}"
+            raise ModelError(f"config.json: unknown field {shown}: {advice} docs/guide/models.md lists the fields")
 
     def error(self, name: str, value: object, allowed: str) -> ModelError:
         """The error for a field of this object."""
