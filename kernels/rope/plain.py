@@ -37,9 +37,10 @@ def rotate(
         cos, sin = angle_L1P2.cos().to(dtype), angle_L1P2.sin().to(dtype)
         block_LHP = x_THP[rows].to(dtype)
         if pairing == "interleaved":
-            pairs = torch.view_as_complex(block_LHP.contiguous().unflatten(-1, (num_pairs, 2)))
-            turned = torch.view_as_real(pairs * torch.complex(cos, sin))
-            out_THP[rows] = turned.flatten(-2)
+            # A fresh copy: a view of x may start at an odd number, where no complex number can lie.
+            fresh_LHP = torch.empty(block_LHP.shape, dtype=dtype, device=x_THP.device).copy_(block_LHP)
+            pairs = torch.view_as_complex(fresh_LHP.unflatten(-1, (num_pairs, 2)))
+            out_THP[rows] = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
         else:
             a, b = block_LHP[..., :num_pairs], block_LHP[..., num_pairs:]
             out_THP[rows, :, :num_pairs] = torch.addcmul(a * cos, b, sin, value=-1)
