@@ -124,9 +124,9 @@ def cache_bytes_per_page(config: ModelConfig, settings: ClusterSettings) -> int:
         mla = layer.mixer
         if not isinstance(mla, MlaConfig):
             continue
-        total += PAGE_TOKENS * _latent_row_bytes(settings.latent, mla.kv_lora_rank, mla.rope_dim)
+        total += PAGE_TOKENS * latent_row_bytes(settings.latent, mla.kv_lora_rank, mla.rope_dim)
         if mla.indexer is not None:
-            total += PAGE_TOKENS // mla.indexer.pool * _key_row_bytes(settings.index, mla.indexer.head_dim)
+            total += PAGE_TOKENS // mla.indexer.pool * key_row_bytes(settings.index, mla.indexer.head_dim)
     return total
 
 
@@ -148,9 +148,11 @@ def check_fits(settings: ClusterSettings, config: ModelConfig, step_tokens: int,
     return rank
 
 
-def _latent_row_bytes(name: str, rank: int, rope_dim: int) -> int:
+def latent_row_bytes(name: str, rank: int, rope_dim: int) -> int:
+    """Bytes of a latent cache row [c (rank) | k_R (rope_dim)] in a format."""
     return {"fp32": 4 * (rank + rope_dim), "bf16": 2 * (rank + rope_dim), "fp8": rank + 4 * -(-rank // 128) + 2 * rope_dim}[name]
 
 
-def _key_row_bytes(name: str, width: int) -> int:
+def key_row_bytes(name: str, width: int) -> int:
+    """Bytes of an index key row in a format."""
     return {"fp32": 4 * width, "bf16": 2 * width, "mxfp8": width + -(-width // 32)}[name]

@@ -26,6 +26,8 @@ def start_local_ray(num_cpus: int) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # with a token given, Ray neither reads nor writes one under HOME, which may not be writable
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
+    # it announces token authentication on every start; RAY_AUTH_MODE would silence it, but is read when ray is imported
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     ray.init(
         address="local", num_cpus=num_cpus, num_gpus=0, include_dashboard=False, log_to_driver=False,
         logging_level=logging.ERROR, object_store_memory=OBJECT_STORE_BYTES, configure_logging=False,

@@ -1,0 +1,108 @@
+"""The command line: `longprefill COMMAND --help`. Wrong calls end with one line and exit code 2, failed runs with 1."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn, ParamSpec
+
+import typer
+
+from longprefill.orchestrator.errors import RunFailed
+from longprefill.partition.errors import UserError
+
+P = ParamSpec("P")
+
+app = typer.Typer(
+    name="longprefill",
+    help="Exact context-parallel prefill of very long prompts for hybrid KDA + DSA language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Exact context-parallel prefill of very long prompts for hybrid KDA + DSA language models."""
+
+
+def user_facing(command: Callable[P, None]) -> Callable[P, None]:
+    """Turns expected failures into one line and an exit code; anything else keeps its traceback."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except UserError as error:
+            _end(str(error), 2)
+        except RunFailed as error:
+            _end(str(error), 1)
+        except KeyboardInterrupt:
+            _end("interrupted", 130)
+
+    return wrapped
+
+
+def _end(message: str, code: int) -> NoReturn:
+    print(f"longprefill: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+@app.command()
+@user_facing
+def run(
+    model: Annotated[Path, typer.Option(help="Model directory as published.")],
+    prompt: Annotated[str, typer.Option(help="UTF-8 text, token ids (.npy, .json, .ids), or - for standard input.")],
+    cp: Annotated[int, typer.Option(help="Context-parallel ranks.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    step_tokens: Annotated[int | None, typer.Option(help="Tokens a step, a multiple of 64; chosen by memory.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 16,
+    dtype: Annotated[str, typer.Option(help="Compute dtype: bf16 or fp32.")] = "bf16",
+    latent_format: Annotated[str | None, typer.Option(help="Latent cache rows: bf16, fp8 or fp32; the compute dtype.")] = None,
+    index_format: Annotated[str | None, typer.Option(help="Index keys: bf16, mxfp8 or fp32; the compute dtype.")] = None,
+    layout: Annotated[str, typer.Option(help="How a step is cut over ranks: zigzag or contiguous.")] = "zigzag",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus of this probability mass.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the generation; may be repeated.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.")] = None,
+    dump: Annotated[Path | None, typer.Option(help="Write logits, cache rows and states as safetensors.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace.")] = None,
+) -> None:
+    """Prefill one prompt on local ranks, hand it to a decode worker and generate."""
+    from longprefill.orchestrator.run_command import RunRequest, run_prompt
+
+    signal.signal(signal.SIGTERM, _terminate)
+    run_prompt(
+        RunRequest(
+            model=model, prompt=prompt, cp=cp, tp=tp, step_tokens=step_tokens, max_new_tokens=max_new_tokens, dtype=dtype,
+            latent_format=latent_format, index_format=index_format, layout=layout, temperature=temperature, top_p=top_p,
+            seed=seed, stop=tuple(stop or ()), json_file=json_file, dump=dump, trace=trace,
+        )
+    )  # fmt: skip
+
+
+@app.command()
+@user_facing
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Say what this machine can run: devices, kernel backends, model families, memory, and why something cannot."""
+    from longprefill.orchestrator.doctor import print_diagnosis
+
+    print_diagnosis(as_json=as_json)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    # as Ctrl-C, so that every context manager ends what it started
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Entry point of the `longprefill` command."""
+    app()
