@@ -210,7 +210,8 @@ def test_every_part_of_the_hybrid_can_be_asked_for() -> None:
             },
             q_lora_rank=None, mla_use_output_gate=True, attention_scale=0.5, q_norm_eps=1e-3, kv_norm_eps=1e-4,
             rope_parameters=None, index_kpool=4, index_norm_eps=1e-5, routed_expert_hidden_size=24,
-            moe_router_bias=False, moe_router_activation_func="softmax", num_expert_group=3, topk_group=2, moe_renormalize=False,
+            moe_router_bias=False, moe_router_activation_func="softmax", num_expert_group=3, topk_group=2,
+            moe_renormalize=False,
             attn_res_block_size=None, tie_word_embeddings=True, eos_token_id=[1, 5],
             mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
         )
