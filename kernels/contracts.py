@@ -33,13 +33,14 @@ class KdaScan(NamedTuple):
 
 
 class KdaKernels(Protocol):
-    """Kimi Delta Attention (spec: arXiv 2510.26692; README in kernels/kda). State [G, K, V] fp32, decay first, output read
-    after the update. Valid for every gate in [-inf, 0]; strictly causal."""
+    """Kimi Delta Attention (spec: arXiv 2510.26692; README in kernels/kda). State [G, K, V] fp32, decay first, output
+    read after the update. Valid for every gate in [-inf, 0]; strictly causal."""
 
     def gate(
         self, x_TGK: torch.Tensor, a_log_G: torch.Tensor, dt_bias_GK: torch.Tensor, lower_bound: float | None
     ) -> torch.Tensor:
-        """Log decay g, fp32. `lower_bound` None: -exp(A_log) softplus(x + dt_bias); else lower_bound sigmoid(exp(A_log)(x + dt_bias))."""
+        """Log decay g, fp32. `lower_bound` None: -exp(A_log) softplus(x + dt_bias); else lower_bound
+        sigmoid(exp(A_log)(x + dt_bias))."""
         ...
 
     def l2_normalize(self, x_THK: torch.Tensor) -> torch.Tensor:
@@ -47,15 +48,25 @@ class KdaKernels(Protocol):
         ...
 
     def prepare(
-        self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_TGV: torch.Tensor, g_TGK: torch.Tensor, beta_TG: torch.Tensor,
-        *, offsets: Sequence[int], scale: float,
-    ) -> Any:  # fmt: skip
-        """The state-independent part of every tile of every segment, shared by `summarize` and `scan` (opaque to callers).
-        q, k are already normalized; g is the fp32 log decay, beta in [0, 2]; `scale` multiplies the output (K ** -0.5)."""
+        self,
+        q_THK: torch.Tensor,
+        k_THK: torch.Tensor,
+        v_TGV: torch.Tensor,
+        g_TGK: torch.Tensor,
+        beta_TG: torch.Tensor,
+        *,
+        offsets: Sequence[int],
+        scale: float,
+    ) -> Any:
+        """The state-independent part of every tile of every segment, shared by `summarize` and `scan` (opaque to
+        callers).
+        q, k are already normalized; g is the fp32 log decay, beta in [0, 2]; `scale` multiplies the output (K **
+        -0.5)."""
         ...
 
     def summarize(self, prepared: Any, segment: int, *, initial_state_GKV: torch.Tensor | None = None) -> Summary:
-        """[E | M] of one segment, fp32. With an initial state given, E is the true final state and transition is None."""
+        """[E | M] of one segment, fp32. With an initial state given, E is the true final state and transition is
+        None."""
         ...
 
     def scan(self, prepared: Any, initial_state_NGKV: torch.Tensor | None) -> KdaScan:
@@ -63,9 +74,16 @@ class KdaKernels(Protocol):
         ...
 
     def step(
-        self, q_HK: torch.Tensor, k_HK: torch.Tensor, v_GV: torch.Tensor, g_GK: torch.Tensor, beta_G: torch.Tensor,
-        state_GKV: torch.Tensor, *, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        q_HK: torch.Tensor,
+        k_HK: torch.Tensor,
+        v_GV: torch.Tensor,
+        g_GK: torch.Tensor,
+        beta_G: torch.Tensor,
+        state_GKV: torch.Tensor,
+        *,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """One token of decode: (out [G, V], new state)."""
         ...
 
@@ -90,22 +108,22 @@ class IndexerKernels(Protocol):
         positions, ascending by position, then -1."""
         ...
 
-    def scores(self, q_TIX: torch.Tensor, w_TI: torch.Tensor, keys: PagedRows, positions_TS: torch.Tensor) -> torch.Tensor:
+    def scores(
+        self, q_TIX: torch.Tensor, w_TI: torch.Tensor, keys: PagedRows, positions_TS: torch.Tensor
+    ) -> torch.Tensor:
         """fp32 scores of given positions ([T, S] int, -1 gives -inf): to prove near ties."""
         ...
 
-    def pool_keys(
-        self, k_TX: torch.Tensor, gate_TX: torch.Tensor, pool_bias_QX: torch.Tensor
-    ) -> torch.Tensor:
-        """k-pool (glm5_next): groups of Q consecutive rows (T is a multiple of Q) to one key each, a per-channel softmax over
-        gate + bias. [T/Q, X] fp32."""
+    def pool_keys(self, k_TX: torch.Tensor, gate_TX: torch.Tensor, pool_bias_QX: torch.Tensor) -> torch.Tensor:
+        """k-pool (glm5_next): groups of Q consecutive rows (T is a multiple of Q) to one key each, a per-channel
+        softmax over gate + bias. [T/Q, X] fp32."""
         ...
 
     def select_pooled(
         self, q_TIX: torch.Tensor, w_TI: torch.Tensor, pooled: PagedRows, *, start: int, topk: int, pool: int
     ) -> torch.Tensor:
-        """Pools whose last token is visible compete for topk // pool places; their tokens and the incomplete tail (up to
-        pool - 1 tokens, the query's own included) are selected. int32 [T, topk + pool - 1], ascending, then -1."""
+        """Pools whose last token is visible compete for topk // pool places; their tokens and the incomplete tail (up
+        to pool - 1 tokens, the query's own included) are selected. int32 [T, topk + pool - 1], ascending, then -1."""
         ...
 
 
@@ -115,15 +133,22 @@ class MlaKernels(Protocol):
     def sparse(
         self, q_THL: torch.Tensor, rows: PagedRows, indices_TS: torch.Tensor, *, scale: float, latent_rank: int
     ) -> torch.Tensor:
-        """Absorbed form: q [T, H, R + P], indices int32 with -1 for no key; [T, H, R] in q's dtype. A row without a key gives
-        zeros; duplicates are not allowed. Masked lanes contribute exactly 0 even where the page holds NaN."""
+        """Absorbed form: q [T, H, R + P], indices int32 with -1 for no key; [T, H, R] in q's dtype. A row without a
+        key gives zeros; duplicates are not allowed. Masked lanes contribute exactly 0 even where the page holds NaN."""
         ...
 
     def dense(
-        self, q_THQ: torch.Tensor, rows: PagedRows, w_uk_HNR: torch.Tensor, w_uv_HVR: torch.Tensor,
-        *, start: int, scale: float,
-    ) -> torch.Tensor:  # fmt: skip
-        """Expanded form, block by block: q [T, H, nope + P] (rope last), query t sees rows [0, start + t]; [T, H, V]."""
+        self,
+        q_THQ: torch.Tensor,
+        rows: PagedRows,
+        w_uk_HNR: torch.Tensor,
+        w_uv_HVR: torch.Tensor,
+        *,
+        start: int,
+        scale: float,
+    ) -> torch.Tensor:
+        """Expanded form, block by block: q [T, H, nope + P] (rope last), query t sees rows [0, start + t]; [T, H,
+        V]."""
         ...
 
 
@@ -136,15 +161,31 @@ class Routing(NamedTuple):
 
 class MoeKernels(Protocol):
     def route(
-        self, logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *, topk: int, scoring: str, num_groups: int,
-        topk_groups: int, normalize: bool, scale: float,
-    ) -> Routing:  # fmt: skip
-        """`scoring` "sigmoid" or "softmax", fp32. The bias steers the choice only, never the weight. With groups, a group's
-        score is the sum of its two best experts and only the best `topk_groups` groups compete. Ties: lower expert first."""
+        self,
+        logits_TE: torch.Tensor,
+        bias_E: torch.Tensor | None,
+        *,
+        topk: int,
+        scoring: str,
+        num_groups: int,
+        topk_groups: int,
+        normalize: bool,
+        scale: float,
+    ) -> Routing:
+        """`scoring` "sigmoid" or "softmax", fp32. The bias steers the choice only, never the weight. With groups, a
+        group's
+        score is the sum of its two best experts and only the best `topk_groups` groups compete. Ties: lower expert
+        first."""
         ...
 
     def experts(
-        self, x_TD: torch.Tensor, routing: Routing, gate_up_EJD: torch.Tensor, down_EDF: torch.Tensor, *, activation: str
+        self,
+        x_TD: torch.Tensor,
+        routing: Routing,
+        gate_up_EJD: torch.Tensor,
+        down_EDF: torch.Tensor,
+        *,
+        activation: str,
     ) -> torch.Tensor:
         """sum over chosen experts of weight * down(act(gate) * up), J = 2F with gate rows first. fp32 accumulation over
         experts, in ascending expert order; result in x's dtype. `activation` "silu" or "gelu"."""
@@ -158,8 +199,8 @@ class AttnResPhase1(NamedTuple):
 
 
 class ResidualKernels(Protocol):
-    """Attention Residuals (arXiv 2603.15031): logit_i = query . rmsnorm(v_i), softmax over sources, values NOT normalised.
-    `query_D` here already contains the norm's weight (query * norm.weight). All fp32."""
+    """Attention Residuals (arXiv 2603.15031): logit_i = query . rmsnorm(v_i), softmax over sources, values NOT
+    normalised. `query_D` here already contains the norm's weight (query * norm.weight). All fp32."""
 
     def mix(self, sources_BTD: Sequence[torch.Tensor], query_D: torch.Tensor, *, eps: float) -> torch.Tensor:
         """One-phase form over all sources; result in the sources' dtype."""
@@ -172,8 +213,8 @@ class ResidualKernels(Protocol):
     def update(
         self, partial_TD: torch.Tensor | None, phase1: AttnResPhase1, query: int, query_D: torch.Tensor, *, eps: float
     ) -> torch.Tensor:
-        """Phase 2 for query number `query` of phase 1: adds the running partial (None: nothing yet). Result in the partial's
-        dtype, or fp32 without one."""
+        """Phase 2 for query number `query` of phase 1: adds the running partial (None: nothing yet). Result in the
+        partial's dtype, or fp32 without one."""
         ...
 
 
@@ -212,6 +253,6 @@ class SamplingKernels(Protocol):
     def sample(
         self, logits_V: torch.Tensor, *, temperature: float, top_p: float, seed: int, sample: int, position: int
     ) -> int:
-        """temperature 0: argmax, lowest id on ties. Else counter-based: the uniform number depends on (seed, sample, position)
-        only, never on call order."""
+        """temperature 0: argmax, lowest id on ties. Else counter-based: the uniform number depends on (seed, sample,
+        position) only, never on call order."""
         ...

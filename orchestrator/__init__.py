@@ -1,4 +1,5 @@
-"""Decides: clusters, jobs, plans, the command line. `LocalCluster` is imported on first use, so that planning needs no ray."""
+"""Decides: clusters, jobs, plans, the command line. `LocalCluster` is imported on first use, so that planning needs no
+ray."""
 
 from typing import TYPE_CHECKING
 

@@ -12,7 +12,8 @@ THREADS = {"host": 0, "layer": 1, "kernel": 2, "collective": 3, "wait": 4}
 
 
 def write_chrome_trace(path: str | Path, stats: Mapping[str, WorkerStats]) -> None:
-    """Writes one JSON object; `stats` by worker label, prefill ranks first. Times in microseconds from the first span."""
+    """Writes one JSON object; `stats` by worker label, prefill ranks first. Times in microseconds from the first
+    span."""
     starts = [span[2] for worker in stats.values() for span in worker.spans]
     origin = min(starts, default=0.0)
     events: list[dict[str, object]] = []
@@ -24,8 +25,14 @@ def write_chrome_trace(path: str | Path, stats: Mapping[str, WorkerStats]) -> No
             arguments = {key: value for key, value in (("layer", layer), ("job", job)) if value >= 0}
             events.append(
                 {
-                    "ph": "X", "name": name, "cat": category, "pid": pid, "tid": THREADS[category],
-                    "ts": round(start_us - origin, 1), "dur": round(duration_us, 1), "args": arguments,
+                    "ph": "X",
+                    "name": name,
+                    "cat": category,
+                    "pid": pid,
+                    "tid": THREADS[category],
+                    "ts": round(start_us - origin, 1),
+                    "dur": round(duration_us, 1),
+                    "args": arguments,
                 }
-            )  # fmt: skip
+            )
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -63,8 +63,12 @@ def run(
     step_tokens: Annotated[int | None, typer.Option(help="Tokens a step, a multiple of 64; chosen by memory.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 16,
     dtype: Annotated[str, typer.Option(help="Compute dtype: bf16 or fp32.")] = "bf16",
-    latent_format: Annotated[str | None, typer.Option(help="Latent cache rows: bf16, fp8 or fp32; the compute dtype.")] = None,
-    index_format: Annotated[str | None, typer.Option(help="Index keys: bf16, mxfp8 or fp32; the compute dtype.")] = None,
+    latent_format: Annotated[
+        str | None, typer.Option(help="Latent cache rows: bf16, fp8 or fp32; the compute dtype.")
+    ] = None,
+    index_format: Annotated[
+        str | None, typer.Option(help="Index keys: bf16, mxfp8 or fp32; the compute dtype.")
+    ] = None,
     layout: Annotated[str, typer.Option(help="How a step is cut over ranks: zigzag or contiguous.")] = "zigzag",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus of this probability mass.")] = 1.0,
@@ -80,11 +84,25 @@ def run(
     signal.signal(signal.SIGTERM, _terminate)
     run_prompt(
         RunRequest(
-            model=model, prompt=prompt, cp=cp, tp=tp, step_tokens=step_tokens, max_new_tokens=max_new_tokens, dtype=dtype,
-            latent_format=latent_format, index_format=index_format, layout=layout, temperature=temperature, top_p=top_p,
-            seed=seed, stop=tuple(stop or ()), json_file=json_file, dump=dump, trace=trace,
+            model=model,
+            prompt=prompt,
+            cp=cp,
+            tp=tp,
+            step_tokens=step_tokens,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype,
+            latent_format=latent_format,
+            index_format=index_format,
+            layout=layout,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop=tuple(stop or ()),
+            json_file=json_file,
+            dump=dump,
+            trace=trace,
         )
-    )  # fmt: skip
+    )
 
 
 @app.command()

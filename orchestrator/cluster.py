@@ -106,11 +106,15 @@ class LocalCluster:
         self.close()
 
     def prefill(
-        self, tokens: Sequence[int] | np.ndarray, *, max_new_tokens: int = 0, handoff: bool | None = None,
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        *,
+        max_new_tokens: int = 0,
+        handoff: bool | None = None,
         on_step: Callable[[StepDone], None] | None = None,
-    ) -> PrefillResult:  # fmt: skip
-        """Prefills one prompt; room for `max_new_tokens` more tokens is kept at the decode worker. `handoff` False leaves
-        the job in the prefill group only (default: hand over if there is a decode worker).
+    ) -> PrefillResult:
+        """Prefills one prompt; room for `max_new_tokens` more tokens is kept at the decode worker. `handoff` False
+        leaves the job in the prefill group only (default: hand over if there is a decode worker).
 
         Raises:
             PromptError: empty, a token outside the vocabulary, or too long for the model.
@@ -121,9 +125,14 @@ class LocalCluster:
         return self.prefill_many([tokens], max_new_tokens=max_new_tokens, handoff=hand_over, on_step=on_step)[0]
 
     def prefill_many(
-        self, prompts: Sequence[Sequence[int] | np.ndarray], *, max_new_tokens: int = 0, handoff: bool = False,
-        on_step: Callable[[StepDone], None] | None = None, step_tokens: int | None = None,
-    ) -> list[PrefillResult]:  # fmt: skip
+        self,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        *,
+        max_new_tokens: int = 0,
+        handoff: bool = False,
+        on_step: Callable[[StepDone], None] | None = None,
+        step_tokens: int | None = None,
+    ) -> list[PrefillResult]:
         """Prefills several prompts; short ones share steps. Raises as `prefill`."""
         arrays = [self._checked(tokens, max_new_tokens) for tokens in prompts]
         results: list[PrefillResult] = []
@@ -142,9 +151,14 @@ class LocalCluster:
         return self._run([result], jobs, handoff=False, on_step=None, step_tokens=step_tokens)[0]
 
     def resume(
-        self, snapshot: str | Path, *, max_new_tokens: int = 0, handoff: bool = False, step_tokens: int | None = None,
+        self,
+        snapshot: str | Path,
+        *,
+        max_new_tokens: int = 0,
+        handoff: bool = False,
+        step_tokens: int | None = None,
         on_step: Callable[[StepDone], None] | None = None,
-    ) -> PrefillResult:  # fmt: skip
+    ) -> PrefillResult:
         """Takes an exported job up where it stands, on this cluster's mesh, and finishes it.
 
         Raises:
@@ -206,9 +220,14 @@ class LocalCluster:
         return PrefillResult(job=job, num_tokens=len(array), accepted_at=time.perf_counter())
 
     def _run(
-        self, results: list[PrefillResult], jobs: list[Slice], *, handoff: bool,
-        on_step: Callable[[StepDone], None] | None, step_tokens: int | None,
-    ) -> list[PrefillResult]:  # fmt: skip
+        self,
+        results: list[PrefillResult],
+        jobs: list[Slice],
+        *,
+        handoff: bool,
+        on_step: Callable[[StepDone], None] | None,
+        step_tokens: int | None,
+    ) -> list[PrefillResult]:
         if handoff and not self._has_decode:
             raise RunFailed("this cluster has no decode worker: start it with decode=True")
         if step_tokens is None:
@@ -216,7 +235,7 @@ class LocalCluster:
             step_tokens = step_tokens_for(self.settings, self.config, longest)
         by_job = {result.job: result for result in results}
         if handoff:
-            starts = {job: 0 for job in by_job} | {piece.job: piece.start for piece in jobs}
+            starts = dict.fromkeys(by_job, 0) | {piece.job: piece.start for piece in jobs}
             self._workers.open_handoffs(starts, {result.job: result.num_tokens for result in results})
         steps = [tuple(step) for step in pack_jobs(jobs, step_tokens)]
         for number, slices in enumerate(steps):
@@ -224,9 +243,12 @@ class LocalCluster:
             started = time.perf_counter()
             rank_seconds = self._workers.run_step(slices, ending)
             done = StepDone(
-                number=number, num_steps=len(steps), slices=slices, seconds=time.perf_counter() - started,
+                number=number,
+                num_steps=len(steps),
+                slices=slices,
+                seconds=time.perf_counter() - started,
                 rank_seconds=rank_seconds,
-            )  # fmt: skip
+            )
             for part in slices:
                 by_job[part.job].steps.append(done)
                 by_job[part.job].prefill_s += done.seconds

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -29,8 +30,12 @@ def diagnose() -> dict[str, Any]:
         "compiler": shutil.which("g++"),
         "devices": [
             {
-                "kind": row.kind, "collectives": row.backend, "count": row.count, "name": row.name,
-                "available": row.refusal is None, "reason": row.refusal or "",
+                "kind": row.kind,
+                "collectives": row.backend,
+                "count": row.count,
+                "name": row.name,
+                "available": row.refusal is None,
+                "reason": row.refusal or "",
             }
             for row in describe_devices()
         ],
@@ -39,14 +44,14 @@ def diagnose() -> dict[str, Any]:
             for row in describe("cpu")
         ],
         "families": sorted(FAMILIES),
-    }  # fmt: skip
+    }
 
 
 def print_diagnosis(*, as_json: bool) -> None:
     """Prints `diagnose` as JSON or as tables."""
     found = diagnose()
     if as_json:
-        print(json.dumps(found, indent=2))
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return
     console = Console()
     packages = ", ".join(f"{name} {number or 'not installed'}" for name, number in found["packages"].items())

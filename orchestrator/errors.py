@@ -4,4 +4,5 @@ from __future__ import annotations
 
 
 class RunFailed(RuntimeError):
-    """A run ended before its result: a worker died, hung, or raised. One line; the cause is chained where there is one."""
+    """A run ended before its result: a worker died, hung, or raised. One line; the cause is chained where there is
+    one."""

@@ -1,8 +1,8 @@
 """The workers of a `LocalCluster` and every conversation with them: placement, start, steps, hand-off, end.
 
 One Ray placement group holds the prefill ranks, reserved whole or not at all; the decode worker is an actor of its own.
-Cache pools are files of a holder in this process, so they outlive any worker. Nothing here waits without a deadline or a
-watch over the workers.
+Cache pools are files of a holder in this process, so they outlive any worker. Nothing here waits without a deadline or
+a watch over the workers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from longprefill.workers import device as devices
 from longprefill.workers.cache.pages import CacheFormats, PageAllocator, cache_kinds
 from longprefill.workers.choices import Record
 from longprefill.workers.decode import Sampling, Token
-from longprefill.workers.engine import ChoiceReport, DecodeActor, PrefillActor, StepReport, TORCH_DTYPES
+from longprefill.workers.engine import TORCH_DTYPES, ChoiceReport, DecodeActor, PrefillActor, StepReport
 from longprefill.workers.handoff import HandoffPart, build_messages, pool_file_bytes
 from longprefill.workers.model.config import KdaConfig, MlaConfig, ModelConfig
 from longprefill.workers.prefill import StepPlan
@@ -140,9 +140,15 @@ class LocalWorkers:
         device = devices.resolve_device(settings.device)
         specs = {
             worker.label: GroupSpec(
-                host=self._store_host, port=self._store_port, generation=self._generation, rank=rank, size=settings.cp,
-                device=str(device), backend=devices.backend_for(device), timeout_s=settings.collective_timeout_s,
-            )  # fmt: skip
+                host=self._store_host,
+                port=self._store_port,
+                generation=self._generation,
+                rank=rank,
+                size=settings.cp,
+                device=str(device),
+                backend=devices.backend_for(device),
+                timeout_s=settings.collective_timeout_s,
+            )
             for rank, worker in enumerate(self.prefill)
         }
         self._call_prefill("join", lambda worker: (specs[worker.label],))
@@ -172,7 +178,8 @@ class LocalWorkers:
         ready, _ = ray.wait([group.ready()], timeout=PLACEMENT_TIMEOUT_S)
         if not ready:
             raise UserError(
-                f"{self.settings.cp} prefill ranks cannot be placed: Ray offers {ray.cluster_resources().get('CPU', 0):.0f} "
+                f"{self.settings.cp} prefill ranks cannot be placed: Ray offers "
+                f"{ray.cluster_resources().get('CPU', 0):.0f} "
                 "logical CPUs: use a smaller --cp"
             )
         return group
@@ -186,11 +193,19 @@ class LocalWorkers:
             raise UserError(f"cache pool of the {label}: {error}") from error
         self._pools.append(pool)
         return WorkerSpec(
-            model_dir=settings.model_dir, device=settings.device, dtype=settings.dtype, latent_format=settings.latent,
-            index_format=settings.index, pool=pool.address(), num_pages=self._num_pages, num_slots=NUM_SLOTS,
-            backends=settings.backends, trace=settings.trace, keep_unpooled_keys=settings.keep_unpooled_keys,
+            model_dir=settings.model_dir,
+            device=settings.device,
+            dtype=settings.dtype,
+            latent_format=settings.latent,
+            index_format=settings.index,
+            pool=pool.address(),
+            num_pages=self._num_pages,
+            num_slots=NUM_SLOTS,
+            backends=settings.backends,
+            trace=settings.trace,
+            keep_unpooled_keys=settings.keep_unpooled_keys,
             num_threads=settings.threads_per_rank,
-        )  # fmt: skip
+        )
 
     # ---- jobs and steps -----------------------------------------------------------------------------------------
 
@@ -247,7 +262,9 @@ class LocalWorkers:
         for job in num_tokens:
             table = self._decode_pages.allocate(job, self._jobs[job].max_tokens)
             transfer_id = f"{self._generation}-{job}"
-            self._jobs[job].handoff = _Handoff(transfer_id=transfer_id, attempt=0, table=table, started=time.perf_counter())
+            self._jobs[job].handoff = _Handoff(
+                transfer_id=transfer_id, attempt=0, table=table, started=time.perf_counter()
+            )
             self._open_transfer(job, starts[job])
 
     def finish_handoff(self, job: int, num_tokens: int) -> HandoffReport:
@@ -264,11 +281,18 @@ class LocalWorkers:
         while True:
             parts: dict[str, HandoffPart] = self._call_prefill("finish_handoff", lambda worker: (job,))
             manifest, commit = build_messages(
-                list(parts.values()), transfer_id=handoff.transfer_id, attempt=handoff.attempt, job=job,
-                fingerprint=self.fingerprint, formats=self._formats, layers=_layer_counts(self.config), position=num_tokens,
-            )  # fmt: skip
+                list(parts.values()),
+                transfer_id=handoff.transfer_id,
+                attempt=handoff.attempt,
+                job=job,
+                fingerprint=self.fingerprint,
+                formats=self._formats,
+                layers=_layer_counts(self.config),
+                position=num_tokens,
+            )
             reply = self._watch.wait(
-                {self.decode.label: self.decode.actor.commit.remote(manifest, commit, opened.max_tokens)}, deadline_s=HANDOFF_TIMEOUT_S
+                {self.decode.label: self.decode.actor.commit.remote(manifest, commit, opened.max_tokens)},
+                deadline_s=HANDOFF_TIMEOUT_S,
             )
             answer = decode(reply[self.decode.label])
             if isinstance(answer, Ack):

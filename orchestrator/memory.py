@@ -41,14 +41,16 @@ def weight_bytes(config: ModelConfig, item_bytes: int) -> int:
 
 
 def step_bytes_per_token(config: ModelConfig, item_bytes: int, num_ranks: int) -> int:
-    """What one token of a step costs the fullest rank: its share of the widest layer's activations, and the whole row of
-    every gather buffer."""
+    """What one token of a step costs the fullest rank: its share of the widest layer's activations, and the whole row
+    of every gather buffer."""
     widest = max(_mixer_width(layer.mixer, item_bytes) for layer in config.layers)
     feed_forward = max(_ffn_width(layer.ffn, config.hidden, item_bytes) for layer in config.layers)
     streams = 6 if config.residual is None else 6 + -(-len(config.layers) // config.residual.block_layers)
     local = streams * config.hidden * item_bytes + max(widest, feed_forward)
     gathered = max(
-        2 * item_bytes * (mixer.kv_lora_rank + mixer.rope_dim + (0 if mixer.indexer is None else mixer.indexer.head_dim))
+        2
+        * item_bytes
+        * (mixer.kv_lora_rank + mixer.rope_dim + (0 if mixer.indexer is None else mixer.indexer.head_dim))
         if isinstance(mixer := layer.mixer, MlaConfig)
         else 0
         for layer in config.layers
@@ -99,8 +101,9 @@ def check_memory(rank: RankMemory, *, num_prefill: int, num_decode: int, availab
     fitting = available // rank.total - num_decode
     remedy = f"use --cp {fitting} or less" if fitting >= 1 else "use a shorter prompt, a smaller model or --dtype bf16"
     raise UserError(
-        f"--cp {num_prefill} needs an estimated {_gib(rank.total * num_ranks)} ({num_prefill} prefill and {num_decode} decode "
-        f"ranks of {_gib(rank.total)}: process {_gib(rank.process)}, weights {_gib(rank.weights)}, cache {_gib(rank.cache)}, "
+        f"--cp {num_prefill} needs an estimated {_gib(rank.total * num_ranks)} ({num_prefill} prefill and {num_decode} "
+        f"decode ranks of {_gib(rank.total)}: process {_gib(rank.process)}, weights {_gib(rank.weights)}, "
+        f"cache {_gib(rank.cache)}, "
         f"step {_gib(rank.step)}), {_gib(available)} are available: {remedy}"
     )
 

@@ -20,7 +20,9 @@ def check_writable(option: str, path: Path | None) -> None:
     if path.is_dir():
         raise UserError(f"{option} {path} is a directory: name a file")
     if not parent.is_dir():
-        raise UserError(f"{option} {path} cannot be written: there is no directory {parent}: create it or choose another path")
+        raise UserError(
+            f"{option} {path} cannot be written: there is no directory {parent}: create it or choose another path"
+        )
     target = path if path.exists() else parent
     if not os.access(target, os.W_OK):
         raise UserError(f"{option} {path} cannot be written: {target} is not writable: choose another path")

@@ -150,7 +150,11 @@ def check_fits(settings: ClusterSettings, config: ModelConfig, step_tokens: int,
 
 def latent_row_bytes(name: str, rank: int, rope_dim: int) -> int:
     """Bytes of a latent cache row [c (rank) | k_R (rope_dim)] in a format."""
-    return {"fp32": 4 * (rank + rope_dim), "bf16": 2 * (rank + rope_dim), "fp8": rank + 4 * -(-rank // 128) + 2 * rope_dim}[name]
+    return {
+        "fp32": 4 * (rank + rope_dim),
+        "bf16": 2 * (rank + rope_dim),
+        "fp8": rank + 4 * -(-rank // 128) + 2 * rope_dim,
+    }[name]
 
 
 def key_row_bytes(name: str, width: int) -> int:

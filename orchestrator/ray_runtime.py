@@ -21,7 +21,9 @@ def start_local_ray(num_cpus: int) -> None:
         UserError: this process already runs Ray.
     """
     if ray.is_initialized():
-        raise UserError("Ray is already running in this process: close the other LocalCluster or call ray.shutdown() first")
+        raise UserError(
+            "Ray is already running in this process: close the other LocalCluster or call ray.shutdown() first"
+        )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # with a token given, Ray neither reads nor writes one under HOME, which may not be writable
@@ -29,9 +31,15 @@ def start_local_ray(num_cpus: int) -> None:
     # it announces token authentication on every start; RAY_AUTH_MODE would silence it, but is read when ray is imported
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     ray.init(
-        address="local", num_cpus=num_cpus, num_gpus=0, include_dashboard=False, log_to_driver=False,
-        logging_level=logging.ERROR, object_store_memory=OBJECT_STORE_BYTES, configure_logging=False,
-    )  # fmt: skip
+        address="local",
+        num_cpus=num_cpus,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=OBJECT_STORE_BYTES,
+        configure_logging=False,
+    )
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:

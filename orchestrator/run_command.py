@@ -64,20 +64,30 @@ def run_prompt(request: RunRequest) -> None:
         check_writable(option, path)
     config = read_config(request.model)
     sampling = Sampling(
-        max_new_tokens=request.max_new_tokens, temperature=request.temperature, top_p=request.top_p, seed=request.seed,
+        max_new_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        seed=request.seed,
         stop_token_ids=config.eos_token_ids,
-    )  # fmt: skip
+    )
     tokens = read_prompt(request.prompt, request.model)
     check_prompt_length(config, len(tokens), request.max_new_tokens)
     has_tokenizer = (request.model / "tokenizer.json").is_file()
     tokenizer = Tokenizer(request.model) if has_tokenizer else None
     console = Console(stderr=True)
     cluster = LocalCluster(
-        request.model, cp=request.cp, tp=request.tp, dtype=request.dtype, step_tokens=request.step_tokens,
-        latent_format=request.latent_format, index_format=request.index_format, layout=request.layout,
-        max_tokens=len(tokens) + request.max_new_tokens, trace=request.trace is not None,
+        request.model,
+        cp=request.cp,
+        tp=request.tp,
+        dtype=request.dtype,
+        step_tokens=request.step_tokens,
+        latent_format=request.latent_format,
+        index_format=request.index_format,
+        layout=request.layout,
+        max_tokens=len(tokens) + request.max_new_tokens,
+        trace=request.trace is not None,
         keep_unpooled_keys=request.dump is not None,
-    )  # fmt: skip
+    )
     with console.status(f"starting {request.cp} prefill ranks and a decode worker"):
         cluster.start()
     with cluster:
@@ -87,9 +97,13 @@ def run_prompt(request: RunRequest) -> None:
         if request.dump is not None:
             cluster.dump(result.job, request.dump)
         report = build_report(
-            cluster, result, stats, ttft_s=generated.first_token_at - result.accepted_at,
-            output_tokens=generated.tokens, text=generated.text,
-        )  # fmt: skip
+            cluster,
+            result,
+            stats,
+            ttft_s=generated.first_token_at - result.accepted_at,
+            output_tokens=generated.tokens,
+            text=generated.text,
+        )
     if request.trace is not None:
         write_chrome_trace(request.trace, stats)
     if request.json_file is not None:
@@ -99,9 +113,12 @@ def run_prompt(request: RunRequest) -> None:
 
 def _prefill(cluster: LocalCluster, tokens, max_new_tokens: int, console: Console) -> PrefillResult:
     columns = (
-        TextColumn("prefill"), BarColumn(), TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens"),
-        TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
-    )  # fmt: skip
+        TextColumn("prefill"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens"),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
     started = time.perf_counter()
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("prefill", total=len(tokens), rate="")

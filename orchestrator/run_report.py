@@ -46,9 +46,14 @@ class RunReport:
 
 
 def build_report(
-    cluster: LocalCluster, result: PrefillResult, stats: Mapping[str, WorkerStats], *, ttft_s: float,
-    output_tokens: list[int], text: str,
-) -> RunReport:  # fmt: skip
+    cluster: LocalCluster,
+    result: PrefillResult,
+    stats: Mapping[str, WorkerStats],
+    *,
+    ttft_s: float,
+    output_tokens: list[int],
+    text: str,
+) -> RunReport:
     """Everything that `run --json` promises."""
     settings = cluster.settings
     prefill = [worker for label, worker in stats.items() if label.startswith("prefill")]

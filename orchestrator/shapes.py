@@ -34,9 +34,14 @@ def model_shape(config: ModelConfig, settings: ClusterSettings) -> ModelShape:
 
 def _kda(kda: KdaConfig) -> KdaShape:
     return KdaShape(
-        num_heads=kda.num_heads, num_value_heads=kda.num_value_heads, key_dim=kda.key_dim, value_dim=kda.value_dim,
-        conv_width=kda.conv_width, gate_rank=kda.gate_rank, output_gate_rank=kda.output_gate_rank,
-    )  # fmt: skip
+        num_heads=kda.num_heads,
+        num_value_heads=kda.num_value_heads,
+        key_dim=kda.key_dim,
+        value_dim=kda.value_dim,
+        conv_width=kda.conv_width,
+        gate_rank=kda.gate_rank,
+        output_gate_rank=kda.output_gate_rank,
+    )
 
 
 def _mla(mla: MlaConfig, settings: ClusterSettings) -> MlaShape:
@@ -48,15 +53,25 @@ def _mla(mla: MlaConfig, settings: ClusterSettings) -> MlaShape:
         )
         row_bytes += key_row_bytes(settings.index, mla.indexer.head_dim) // mla.indexer.pool
     return MlaShape(
-        num_heads=mla.num_heads, q_lora_rank=mla.q_lora_rank, kv_lora_rank=mla.kv_lora_rank, nope_dim=mla.nope_dim,
-        rope_dim=mla.rope_dim, value_dim=mla.value_dim, row_bytes=row_bytes, indexer=indexer, is_gated=mla.gated,
-    )  # fmt: skip
+        num_heads=mla.num_heads,
+        q_lora_rank=mla.q_lora_rank,
+        kv_lora_rank=mla.kv_lora_rank,
+        nope_dim=mla.nope_dim,
+        rope_dim=mla.rope_dim,
+        value_dim=mla.value_dim,
+        row_bytes=row_bytes,
+        indexer=indexer,
+        is_gated=mla.gated,
+    )
 
 
 def _ffn(ffn: DenseConfig | MoeConfig) -> DenseShape | MoeShape:
     if isinstance(ffn, DenseConfig):
         return DenseShape(intermediate=ffn.intermediate)
     return MoeShape(
-        num_experts=ffn.num_experts, experts_per_token=ffn.experts_per_token, intermediate=ffn.intermediate,
-        shared_intermediate=ffn.shared_intermediate, latent_dim=ffn.latent_dim,
-    )  # fmt: skip
+        num_experts=ffn.num_experts,
+        experts_per_token=ffn.experts_per_token,
+        intermediate=ffn.intermediate,
+        shared_intermediate=ffn.shared_intermediate,
+        latent_dim=ffn.latent_dim,
+    )

@@ -1,6 +1,8 @@
-"""Waiting for workers without ever waiting for ever: deaths, raised errors and stopped processes end the wait with a reason.
+"""Waiting for workers without ever waiting for ever: deaths, raised errors and stopped processes end the wait with a
+reason.
 
-A killed worker shows as an actor death, a raised error as itself. A stopped process (SIGSTOP, a dead-locked kernel) shows
+A killed worker shows as an actor death, a raised error as itself. A stopped process (SIGSTOP, a dead-locked kernel)
+shows
 as nothing at all in Ray, so every worker answers a ping from its own thread; one that does not is ended by its pid.
 """
 
@@ -23,8 +25,8 @@ from longprefill.partition.errors import UserError
 POLL_S = 0.25
 PING_INTERVAL_S = 1.0
 ROOT_CAUSE_S = 3.0
-"""After a first failure, how long to wait for a better one: peers of a dead rank fail some milliseconds before its death is
-known."""
+"""After a first failure, how long to wait for a better one: peers of a dead rank fail some milliseconds before its
+death is known."""
 
 
 @dataclass(kw_only=True)
@@ -117,7 +119,9 @@ class Watch:
                     worker._ping, worker._heard_at = None, now
                 elif now - worker._heard_at > self._timeout_s:
                     end_process(worker.pid)
-                    raise RunFailed(f"{worker.label} (pid {worker.pid}) stopped answering for {self._timeout_s:.0f} s; ended")
+                    raise RunFailed(
+                        f"{worker.label} (pid {worker.pid}) stopped answering for {self._timeout_s:.0f} s; ended"
+                    )
             elif now - worker._asked_at > PING_INTERVAL_S:
                 worker._ping, worker._asked_at = worker.actor.ping.remote(), now
 
@@ -144,6 +148,8 @@ def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, RayActorError):
         # Ray's text ends in what the operating system reported; the first line alone says only "died unexpectedly"
-        details = [line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "signal" in line.lower()]
+        details = [
+            line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "signal" in line.lower()
+        ]
         return (details or lines or [type(error).__name__])[0]
     return lines[0] if lines else type(error).__name__

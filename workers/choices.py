@@ -33,9 +33,17 @@ class Recorder:
     record: Record = field(default_factory=dict)
 
     def positions(
-        self, layer: int, fragment: Fragment, first_row: int, chosen_TS: torch.Tensor, query_TIX: torch.Tensor,
-        weight_TI: torch.Tensor, keys: PagedRows, pool: int, context: StepContext,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        layer: int,
+        fragment: Fragment,
+        first_row: int,
+        chosen_TS: torch.Tensor,
+        query_TIX: torch.Tensor,
+        weight_TI: torch.Tensor,
+        keys: PagedRows,
+        pool: int,
+        context: StepContext,
+    ) -> torch.Tensor:
         self.record["positions", layer, fragment.job, fragment.start + first_row] = chosen_TS.clone()
         return chosen_TS
 
@@ -52,8 +60,8 @@ class Recorder:
 class Replayer:
     """Replaces this run's choices by recorded ones.
 
-    `swaps` counts rows whose own choice differs; `worst` is the largest distance of a differing element's score from the
-    k-th score, relative to the row's largest score: a near tie is one within rounding (1e-5 in fp32).
+    `swaps` counts rows whose own choice differs; `worst` is the largest distance of a differing element's score from
+    the k-th score, relative to the row's largest score: a near tie is one within rounding (1e-5 in fp32).
     """
 
     record: Record
@@ -69,9 +77,17 @@ class Replayer:
                 table[start + i] = row
 
     def positions(
-        self, layer: int, fragment: Fragment, first_row: int, chosen_TS: torch.Tensor, query_TIX: torch.Tensor,
-        weight_TI: torch.Tensor, keys: PagedRows, pool: int, context: StepContext,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        layer: int,
+        fragment: Fragment,
+        first_row: int,
+        chosen_TS: torch.Tensor,
+        query_TIX: torch.Tensor,
+        weight_TI: torch.Tensor,
+        keys: PagedRows,
+        pool: int,
+        context: StepContext,
+    ) -> torch.Tensor:
         start = fragment.start + first_row
         replayed_TS = self._rows("positions", layer, fragment.job, start, chosen_TS)
         self.rows += chosen_TS.shape[0]

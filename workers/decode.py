@@ -1,6 +1,7 @@
 """The decode side without any actor around it: takes a prefilled job over and generates from it.
 
-Decode is prefill with steps of one token on a group of one rank, so every query reads the cached row here too. The decode
+Decode is prefill with steps of one token on a group of one rank, so every query reads the cached row here too. The
+decode
 side samples every token, the first included, from fp32 logits with a counter-based generator keyed by (seed, sample,
 position): a retry or another worker continues the same stream.
 """
@@ -56,9 +57,11 @@ class DecodeRank:
         self._logits: dict[int, torch.Tensor] = {}
         self._tokens: dict[int, torch.Tensor] = {}
 
-    def take(self, job: int, table: Sequence[int], state: BoundaryState, logits_V: torch.Tensor, max_tokens: int) -> None:
-        """Takes over a job whose pages are in place: its boundary state at T, fp32 logits of token T-1, and the most tokens
-        (prompt and generated) it may come to.
+    def take(
+        self, job: int, table: Sequence[int], state: BoundaryState, logits_V: torch.Tensor, max_tokens: int
+    ) -> None:
+        """Takes over a job whose pages are in place: its boundary state at T, fp32 logits of token T-1, and the most
+        tokens (prompt and generated) it may come to.
 
         Raises:
             ValueError: the job is known, or max_tokens exceeds its pages.
@@ -74,9 +77,13 @@ class DecodeRank:
         for count in range(1, sampling.max_new_tokens + 1):
             position = self.rank.state(job).position
             token = self.rank.kernels.sampling.sample(
-                self._logits[job], temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed,
-                sample=sampling.sample, position=position,
-            )  # fmt: skip
+                self._logits[job],
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                seed=sampling.seed,
+                sample=sampling.sample,
+                position=position,
+            )
             if token in sampling.stop_token_ids:
                 yield Token(token, "stop")
                 return
@@ -86,9 +93,11 @@ class DecodeRank:
             yield Token(token, None)
             tokens[position] = token
             plan = StepPlan(
-                slices=(Slice(job=job, start=position, end=position + 1),), layout="contiguous", exchange="all_gather",
+                slices=(Slice(job=job, start=position, end=position + 1),),
+                layout="contiguous",
+                exchange="all_gather",
                 logits_of=(job,),
-            )  # fmt: skip
+            )
             self._logits[job] = self.rank.run_step(plan).logits[job]
 
     def drop(self, job: int) -> None:

@@ -1,10 +1,10 @@
 """What `--dump` writes: logits, cache rows and states of one job in sequence order, dequantized, as safetensors.
 
-    logits               fp32 [vocab]        of the last prompt token
-    layers.N.latent      [T, r + d_r]        k_R in the checkpoint's pair order
-    layers.N.index_key   [T, d]              before pooling
-    layers.N.state       fp32 [G, K, V]
-    layers.N.conv        [W - 1, C]          last projected rows of q | k | v
+logits               fp32 [vocab]        of the last prompt token
+layers.N.latent      [T, r + d_r]        k_R in the checkpoint's pair order
+layers.N.index_key   [T, d]              before pooling
+layers.N.state       fp32 [G, K, V]
+layers.N.conv        [W - 1, C]          last projected rows of q | k | v
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from longprefill.workers.prefill import PrefillRank
 
 
 def collect(rank: PrefillRank, job: int, logits_V: torch.Tensor | None, owner: int) -> dict[str, torch.Tensor]:
-    """A collective: every rank of the group calls it. `owner` is the rank that has the logits. The result is complete on
-    every rank."""
+    """A collective: every rank of the group calls it. `owner` is the rank that has the logits. The result is complete
+    on every rank."""
     config = rank.model.config
     state = rank.state(job)
     if logits_V is None:

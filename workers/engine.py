@@ -1,4 +1,5 @@
-"""The Ray actors: a prefill worker and a decode worker. One call per step and rank; Ray carries control, no cache bytes.
+"""The Ray actors: a prefill worker and a decode worker. One call per step and rank; Ray carries control, no cache
+bytes.
 
 Call order of a prefill worker, by the controller:
 
@@ -14,7 +15,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,15 +110,24 @@ class _Worker:
         self._tracer = Tracer(spec.trace)
         pid, node = self.describe()
         return WorkerInfo(
-            pid=pid, node=node, weights_bytes=weights_bytes, load_s=time.perf_counter() - started,
+            pid=pid,
+            node=node,
+            weights_bytes=weights_bytes,
+            load_s=time.perf_counter() - started,
             backends=chosen(spec.device, spec.backends),
-        )  # fmt: skip
+        )
 
     def _make_rank(self, group: Group) -> PrefillRank:
         return PrefillRank(
-            self._model, group, self._pool, self._kernels, dtype=self._dtype, tracer=self._tracer, device=self._device,
+            self._model,
+            group,
+            self._pool,
+            self._kernels,
+            dtype=self._dtype,
+            tracer=self._tracer,
+            device=self._device,
             keep_unpooled_keys=self._spec.keep_unpooled_keys,
-        )  # fmt: skip
+        )
 
 
 class PrefillWorker(_Worker):
@@ -130,7 +140,9 @@ class PrefillWorker(_Worker):
             UserError: the model, its weights or a backend cannot be used.
         """
         info = self._start(spec)
-        self._identity = SnapshotIdentity(fingerprint=fingerprint(spec.model_dir), dtype=spec.dtype, formats=self._formats)
+        self._identity = SnapshotIdentity(
+            fingerprint=fingerprint(spec.model_dir), dtype=spec.dtype, formats=self._formats
+        )
         self._sender: HandoffSender | None = None
         self._logits: dict[int, torch.Tensor] = {}
         return info
@@ -157,13 +169,18 @@ class PrefillWorker(_Worker):
         return self._rank.state(job).position
 
     def open_handoff(self, job: int, target: HandoffTarget, first_token: int) -> None:
-        """From now on every finished step's pages stream to the decode worker; pages before `first_token` go at once."""
+        """From now on every finished step's pages stream to the decode worker; pages before `first_token` go at
+        once."""
         assert self._group is not None
         if self._sender is None:
             self._sender = HandoffSender(
-                self._group.rank, self._group.size, self._pool, self._pool_file, slot_bytes(self._config, self._dtype),
+                self._group.rank,
+                self._group.size,
+                self._pool,
+                self._pool_file,
+                slot_bytes(self._config, self._dtype),
                 self._spec.num_slots,
-            )  # fmt: skip
+            )
         self._sender.open(job, target, self._rank.cache(job).table)
         if first_token:
             is_last = first_token == self._rank.num_tokens(job)
@@ -246,7 +263,13 @@ class DecodeWorker(_Worker):
         self._group = SoloGroup()
         self._decode = DecodeRank(self._make_rank(self._group))
         self._receiver = HandoffReceiver(
-            self._config, self._dtype, self._formats, self._pool, self._pool_file, fingerprint(spec.model_dir), spec.num_slots
+            self._config,
+            self._dtype,
+            self._formats,
+            self._pool,
+            self._pool_file,
+            fingerprint(spec.model_dir),
+            spec.num_slots,
         )
         return info
 

@@ -1,8 +1,9 @@
 """Handing a job to a decode worker: pages stream as steps finish, state and logits follow, checksums prove arrival.
 
-A pool file holds a worker's cache pages and behind them slots, one a job under way, each with a packed boundary state and
-fp32 logits. Prefill ranks write one-sided from their pool into the decode worker's; new pages are dealt over the ranks in
-runs. A slot is a transport channel: a new attempt raises its generation, and no write of an older attempt arrives.
+A pool file holds a worker's cache pages and behind them slots, one a job under way, each with a packed boundary state
+and
+fp32 logits. Prefill ranks write one-sided from their pool into the decode worker's; new pages are dealt over the ranks
+in runs. A slot is a transport channel: a new attempt raises its generation, and no write of an older attempt arrives.
 
     sender (every prefill rank)     open - send_pages after each step - finish (or cancel)
     receiver (the decode worker)    reserve - commit - release
@@ -70,7 +71,9 @@ class Received:
 
 def slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """A slot: the largest packed boundary state, then fp32 logits."""
-    pools = [m.indexer.pool for layer in config.layers if isinstance(m := layer.mixer, MlaConfig) and m.indexer is not None]
+    pools = [
+        m.indexer.pool for layer in config.layers if isinstance(m := layer.mixer, MlaConfig) and m.indexer is not None
+    ]
     largest = max(packed_bytes(config, position, dtype) for position in range(max(pools, default=1)))
     return -(-largest // 64) * 64 + -(-4 * config.vocab_size // 64) * 64
 
@@ -139,10 +142,14 @@ class HandoffSender:
                 target, _ = self._pool.byte_range(kind.layer, kind.kind, outgoing.target.table[index])
                 outgoing.pages.append(
                     PageEntry(
-                        layer=kind.layer, kind=kind.kind, index=index, owner=self._rank, num_bytes=size,
+                        layer=kind.layer,
+                        kind=kind.kind,
+                        index=index,
+                        owner=self._rank,
+                        num_bytes=size,
                         checksum=checksum_tensor(self._file.bytes_B[source : source + size]),
                     )
-                )  # fmt: skip
+                )
                 batch.append(Copy(source=source, target=target, num_bytes=size))
         self._submit(job, _merged(batch))
 
@@ -185,9 +192,11 @@ class HandoffSender:
         self._file.bytes_B[begin : begin + packed.numel()] = packed
         entries = _state_entries(state, self._rank)
         logits = LogitsEntry(
-            vocab_size=logits_V.numel(), num_bytes=4 * logits_V.numel(), checksum=checksum_tensor(logits_V.float()),
+            vocab_size=logits_V.numel(),
+            num_bytes=4 * logits_V.numel(),
+            checksum=checksum_tensor(logits_V.float()),
             owner=self._rank,
-        )  # fmt: skip
+        )
         return entries, logits, Copy(source=begin, target=outgoing.target.slot_offset, num_bytes=packed.numel())
 
     def _submit(self, job: int, batch: list[Copy]) -> None:
@@ -228,9 +237,15 @@ class HandoffReceiver:
     """The decode worker's side: reserves, verifies, hands verified jobs on."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, formats: CacheFormats, pool: CachePool, file: Pool, fingerprint: str,
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        formats: CacheFormats,
+        pool: CachePool,
+        file: Pool,
+        fingerprint: str,
         num_slots: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._config = config
         self._dtype = dtype
         self._formats = formats
@@ -262,24 +277,36 @@ class HandoffReceiver:
         known.attempt, known.table = attempt, table
         generation = self._file.advance_generation(known.slot, timeout_s=DRAIN_TIMEOUT_S)
         return HandoffTarget(
-            address=self._file.address(known.slot), generation=generation, table=table, slot_offset=self._slot_at(known.slot)
+            address=self._file.address(known.slot),
+            generation=generation,
+            table=table,
+            slot_offset=self._slot_at(known.slot),
         )
 
     def commit(self, manifest_bytes: bytes, commit_bytes: bytes) -> tuple[bytes, Received | None]:
-        """Verifies the manifest against the model and every byte against its checksum; (Ack or Nack, the job if Ack)."""
+        """Verifies the manifest against the model and every byte against its checksum; (Ack or Nack, the job if
+        Ack)."""
         try:
             manifest, commit = decode(manifest_bytes), decode(commit_bytes)
             if not isinstance(manifest, Manifest) or not isinstance(commit, Commit):
-                raise MessageError(f"expected a manifest and a commit, got {type(manifest).__name__}, {type(commit).__name__}")
+                raise MessageError(
+                    f"expected a manifest and a commit, got {type(manifest).__name__}, {type(commit).__name__}"
+                )
         except MessageError as error:
-            nack = Nack(transfer_id="unknown", attempt=0, job="unknown", code="incomplete", reason=str(error), may_retry=True)
+            nack = Nack(
+                transfer_id="unknown", attempt=0, job="unknown", code="incomplete", reason=str(error), may_retry=True
+            )
             return encode(nack), None
         code, reason = self._refusal(manifest, commit, checksum_bytes(manifest_bytes))
         if code is not None:
             nack = Nack(
-                transfer_id=manifest.transfer_id, attempt=manifest.attempt, job=manifest.job, code=code, reason=reason,
+                transfer_id=manifest.transfer_id,
+                attempt=manifest.attempt,
+                job=manifest.job,
+                code=code,
+                reason=reason,
                 may_retry=code in ("checksum", "incomplete"),
-            )  # fmt: skip
+            )
             return encode(nack), None
         job = int(manifest.job)
         incoming = self._jobs[job]
@@ -288,9 +315,12 @@ class HandoffReceiver:
         self._file.advance_generation(incoming.slot, timeout_s=DRAIN_TIMEOUT_S)
         state, logits_V = self._read_slot(incoming, manifest.position)
         ack = Ack(
-            transfer_id=manifest.transfer_id, attempt=manifest.attempt, job=manifest.job, position=manifest.position,
+            transfer_id=manifest.transfer_id,
+            attempt=manifest.attempt,
+            job=manifest.job,
+            position=manifest.position,
             num_bytes=manifest.num_bytes,
-        )  # fmt: skip
+        )
         return encode(ack), Received(job=job, table=incoming.table, state=state, logits_V=logits_V)
 
     def is_committed(self, job: int) -> bool:
@@ -305,7 +335,10 @@ class HandoffReceiver:
     def _refusal(self, manifest: Manifest, commit: Commit, manifest_checksum: int) -> tuple[str | None, str]:
         incoming = self._jobs.get(int(manifest.job)) if manifest.job.isdecimal() else None
         if incoming is None or (manifest.transfer_id, manifest.attempt) != (incoming.transfer_id, incoming.attempt):
-            return "unknown_transfer", f"transfer {manifest.transfer_id} attempt {manifest.attempt} was not reserved here"
+            return (
+                "unknown_transfer",
+                f"transfer {manifest.transfer_id} attempt {manifest.attempt} was not reserved here",
+            )
         if incoming.is_committed:
             return "unknown_transfer", f"transfer {manifest.transfer_id} is already committed"
         if commit.checksum != manifest_checksum:
@@ -346,23 +379,43 @@ class HandoffReceiver:
 
 
 def build_messages(
-    parts: Sequence[HandoffPart], *, transfer_id: str, attempt: int, job: int, fingerprint: str, formats: CacheFormats,
-    layers: LayerCounts, position: int,
-) -> tuple[bytes, bytes]:  # fmt: skip
+    parts: Sequence[HandoffPart],
+    *,
+    transfer_id: str,
+    attempt: int,
+    job: int,
+    fingerprint: str,
+    formats: CacheFormats,
+    layers: LayerCounts,
+    position: int,
+) -> tuple[bytes, bytes]:
     """(manifest, commit) of a finished job from what its ranks sent."""
     logits = [part.logits for part in parts if part.logits is not None]
     manifest = Manifest(
-        transfer_id=transfer_id, attempt=attempt, job=str(job), model_fingerprint=fingerprint,
-        latent_format=formats.latent, index_format=formats.index_key if layers.dsa else None, layers=layers,
-        position=position, pages=tuple(page for part in parts for page in part.pages),
-        states=tuple(state for part in parts for state in part.states), logits=logits[0] if logits else None,
-    )  # fmt: skip
+        transfer_id=transfer_id,
+        attempt=attempt,
+        job=str(job),
+        model_fingerprint=fingerprint,
+        latent_format=formats.latent,
+        index_format=formats.index_key if layers.dsa else None,
+        layers=layers,
+        position=position,
+        pages=tuple(page for part in parts for page in part.pages),
+        states=tuple(state for part in parts for state in part.states),
+        logits=logits[0] if logits else None,
+    )
     encoded = encode(manifest)
     commit = Commit(
-        transfer_id=transfer_id, attempt=attempt, job=str(job), position=position, num_manifests=1,
-        num_pages=len(manifest.pages), num_states=len(manifest.states), num_bytes=manifest.num_bytes,
+        transfer_id=transfer_id,
+        attempt=attempt,
+        job=str(job),
+        position=position,
+        num_manifests=1,
+        num_pages=len(manifest.pages),
+        num_states=len(manifest.states),
+        num_bytes=manifest.num_bytes,
         checksum=checksum_bytes(encoded),
-    )  # fmt: skip
+    )
     return encoded, encode(commit)
 
 
@@ -375,11 +428,17 @@ def _state_entries(state: BoundaryState, owner: int) -> tuple[StateEntry, ...]:
         part, num_parts = ({"pool_key": 0, "pool_gate": 1}[field_name], 2) if field_name not in kinds else (0, 1)
         entries.append(
             StateEntry(
-                layer=int(layer), kind=kinds.get(field_name, "pool_tail"), shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."), num_bytes=tensor.nbytes, checksum=checksum_tensor(tensor),
-                owner=owner, part=part, num_parts=num_parts,
+                layer=int(layer),
+                kind=kinds.get(field_name, "pool_tail"),
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                num_bytes=tensor.nbytes,
+                checksum=checksum_tensor(tensor),
+                owner=owner,
+                part=part,
+                num_parts=num_parts,
             )
-        )  # fmt: skip
+        )
     return tuple(entries)
 
 

@@ -55,9 +55,17 @@ class PrefillRank:
     """The state of one rank. Not thread-safe."""
 
     def __init__(
-        self, model: Model, group: Group, pool: CachePool, kernels: KernelTable, *, dtype: torch.dtype, tracer: Tracer,
-        device: torch.device | None = None, keep_unpooled_keys: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        group: Group,
+        pool: CachePool,
+        kernels: KernelTable,
+        *,
+        dtype: torch.dtype,
+        tracer: Tracer,
+        device: torch.device | None = None,
+        keep_unpooled_keys: bool = False,
+    ) -> None:
         self.model = model
         self.group = group
         self.pool = pool
@@ -72,8 +80,8 @@ class PrefillRank:
     def open_job(
         self, job: int, tokens: torch.Tensor, table: tuple[int, ...], state: BoundaryState | None = None
     ) -> None:
-        """Takes a job: its whole prompt (int64 [T]), its pages, and where it stands (None: at its start). The pages of a
-        job that resumes must already hold the rows of its first `state.position` tokens.
+        """Takes a job: its whole prompt (int64 [T]), its pages, and where it stands (None: at its start). The pages of
+        a job that resumes must already hold the rows of its first `state.position` tokens.
 
         Raises:
             ValueError: the job is open, or the pages cannot hold the prompt.
@@ -137,12 +145,19 @@ class PrefillRank:
                 raise ValueError(f"job {part.job} has {job.tokens.numel()} tokens, the step ends at {part.end}")
             after = BoundaryState(position=part.end, kda={}, pool_tails={})
             jobs[part.job] = JobStep(slice=part, cache=job.cache, before=job.state, after=after)
-        ctx = StepContext(
-            layout=layout, rank=self.group.rank, group=self.group, kernels=self.kernels, dtype=self.dtype, pool=self.pool,
-            jobs=jobs, tracer=self.tracer, exchange=plan.exchange, choices=self.choices,
+        return StepContext(
+            layout=layout,
+            rank=self.group.rank,
+            group=self.group,
+            kernels=self.kernels,
+            dtype=self.dtype,
+            pool=self.pool,
+            jobs=jobs,
+            tracer=self.tracer,
+            exchange=plan.exchange,
+            choices=self.choices,
             unpooled_keys={} if self.keep_unpooled_keys else None,
-        )  # fmt: skip
-        return ctx
+        )
 
     def _logits(self, plan: StepPlan, hidden_TD: torch.Tensor, ctx: StepContext) -> dict[int, torch.Tensor]:
         result: dict[int, torch.Tensor] = {}

@@ -36,15 +36,22 @@ class SnapshotIdentity:
 
     def metadata(self) -> dict[str, str]:
         return {
-            "version": VERSION, "fingerprint": self.fingerprint, "dtype": self.dtype,
-            "latent_format": self.formats.latent, "index_format": self.formats.index_key,
-        }  # fmt: skip
+            "version": VERSION,
+            "fingerprint": self.fingerprint,
+            "dtype": self.dtype,
+            "latent_format": self.formats.latent,
+            "index_format": self.formats.index_key,
+        }
 
 
 def write_snapshot(
-    path: str, identity: SnapshotIdentity, tokens_T: torch.Tensor, state: BoundaryState, cache: JobCache,
+    path: str,
+    identity: SnapshotIdentity,
+    tokens_T: torch.Tensor,
+    state: BoundaryState,
+    cache: JobCache,
     logits_V: torch.Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """Writes the file whole or not at all (a temporary name, then a rename)."""
     tensors = {"tokens": tokens_T.to(torch.int64), "state": state.pack()}
     if logits_V is not None:

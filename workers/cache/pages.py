@@ -170,7 +170,8 @@ class JobCache:
 
 
 class PageAllocator:
-    """The controller's free list: which physical pages a job may use. Lowest free pages first, so tables stay consecutive."""
+    """The controller's free list: which physical pages a job may use. Lowest free pages first, so tables stay
+    consecutive."""
 
     def __init__(self, num_pages: int) -> None:
         self._free = list(range(num_pages))

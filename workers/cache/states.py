@@ -38,7 +38,9 @@ class BoundaryState:
     @staticmethod
     def start(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> BoundaryState:
         """The state before the first token: zeros and nothing pooled."""
-        return BoundaryState.unpack(config, 0, dtype, torch.zeros(packed_bytes(config, 0, dtype), dtype=torch.uint8, device=device))
+        return BoundaryState.unpack(
+            config, 0, dtype, torch.zeros(packed_bytes(config, 0, dtype), dtype=torch.uint8, device=device)
+        )
 
     def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """In layer order, the order of `pack`."""
@@ -64,7 +66,9 @@ class BoundaryState:
         """
         expected = packed_bytes(config, position, dtype)
         if packed.numel() != expected:
-            raise ValueError(f"a packed boundary state at position {position} has {expected} bytes, got {packed.numel()}")
+            raise ValueError(
+                f"a packed boundary state at position {position} has {expected} bytes, got {packed.numel()}"
+            )
         result = BoundaryState(position=position, kda={}, pool_tails={})
         offset = 0
         for layer, shapes in _shapes(config, position, dtype):

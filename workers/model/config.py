@@ -1,6 +1,7 @@
 """The shape of a model as the engine sees it, whatever family it came from. Torch-free, so that planning can read it.
 
-`workers/model/families/` turns a published `config.json` into a `ModelConfig`; `parameters.py` says which tensors it has.
+`workers/model/families/` turns a published `config.json` into a `ModelConfig`; `parameters.py` says which tensors it
+has.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The canonical parameters of a model: name and shape, by `ModelConfig`. Torch-free.
 
-Families map published names onto these; layers read these and nothing else. Legend: D hidden, H q/k heads, G value heads,
-K key dim, V value dim, C conv channels (q | k | v), E experts.
+Families map published names onto these; layers read these and nothing else. Legend: D hidden, H q/k heads, G value
+heads, K key dim, V value dim, C conv channels (q | k | v), E experts.
 """
 
 from __future__ import annotations

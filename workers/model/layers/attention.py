@@ -1,6 +1,7 @@
 """MLA and DSA under context parallelism: every rank gathers the step's cache rows, then answers its own queries.
 
-    T local rows, H heads, N nope dim, P rope dim, R latent rank, V value dim, I indexer heads, X indexer dim, S selected
+    T local rows, H heads, N nope dim, P rope dim, R latent rank, V value dim, I indexer heads, X indexer dim, S
+    selected
 
 1. cache rows of the local tokens at global positions, encoded at once to the cache format;
 2. one packed gather of the step's rows, hidden behind the query-side projections;
@@ -50,7 +51,9 @@ class AttentionLayer:
         with ctx.tracer.span("cache_rows.wait", "wait"):
             gather.finish()
         outputs = [self._attend(n, fragment, query_THQ, index_query, ctx) for n, fragment in enumerate(ctx.local)]
-        mixed_TF = torch.cat(outputs).flatten(1) if outputs else query_THQ.new_empty(0, self.weights["mla.o_proj"].shape[1])
+        mixed_TF = (
+            torch.cat(outputs).flatten(1) if outputs else query_THQ.new_empty(0, self.weights["mla.o_proj"].shape[1])
+        )
         with ctx.tracer.span("output"):
             if self.config.gated:
                 mixed_TF = mixed_TF * torch.sigmoid(F.linear(x_TD, self.weights["mla.g_proj"]))
@@ -64,7 +67,9 @@ class AttentionLayer:
         )
         k_rope_TP = projected_TW[:, config.kv_lora_rank :]
         if self.inv_freq is not None and config.rope is not None:
-            k_rope_TP = ctx.kernels.rope.rotate(k_rope_TP[:, None], ctx.positions_T, self.inv_freq, config.rope.pairing)[:, 0]
+            k_rope_TP = ctx.kernels.rope.rotate(
+                k_rope_TP[:, None], ctx.positions_T, self.inv_freq, config.rope.pairing
+            )[:, 0]
         row_format = ctx.pool.kind_of[self.index, "latent"].format
         return row_format.encode(torch.cat((latent_TR, k_rope_TP), dim=1))
 
@@ -84,12 +89,18 @@ class AttentionLayer:
         if self.inv_freq is None or config.rope is None:
             return query_THQ
         nope, rope = query_THQ[..., : config.nope_dim], query_THQ[..., config.nope_dim :]
-        return torch.cat((nope, ctx.kernels.rope.rotate(rope, ctx.positions_T, self.inv_freq, config.rope.pairing)), dim=-1)
+        return torch.cat(
+            (nope, ctx.kernels.rope.rotate(rope, ctx.positions_T, self.inv_freq, config.rope.pairing)), dim=-1
+        )
 
     def _attend(
-        self, n: int, fragment: Fragment, query_THQ: torch.Tensor, index_query: tuple[torch.Tensor, torch.Tensor] | None,
+        self,
+        n: int,
+        fragment: Fragment,
+        query_THQ: torch.Tensor,
+        index_query: tuple[torch.Tensor, torch.Tensor] | None,
         ctx: StepContext,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Attention output [fragment rows, H, V] before o_proj."""
         rows = slice(ctx.offsets[n], ctx.offsets[n + 1])
         query_THQ = query_THQ[rows]
@@ -103,10 +114,14 @@ class AttentionLayer:
             with ctx.tracer.span("attention.dense", job=fragment.job):
                 parts.append(
                     ctx.kernels.mla.dense(
-                        query_THQ[:num_dense], latents, self.w_uk_HNR, self.w_uv_HVR,
-                        start=fragment.start, scale=self.config.scale,
+                        query_THQ[:num_dense],
+                        latents,
+                        self.w_uk_HNR,
+                        self.w_uv_HVR,
+                        start=fragment.start,
+                        scale=self.config.scale,
                     )
-                )  # fmt: skip
+                )
         if num_dense < fragment.length:
             assert self.indexer is not None and index_query is not None
             q_TIX, w_TI = (tensor[rows][num_dense:] for tensor in index_query)
@@ -139,9 +154,11 @@ class Indexer:
         """Encoded key rows of each local fragment: one a token, or one a pool that the fragment completes."""
         weights = self.weights
         key_TX = ctx.kernels.norm.layer_norm(
-            F.linear(x_TD, weights["indexer.wk"]), weights["indexer.k_norm.weight"], weights["indexer.k_norm.bias"],
+            F.linear(x_TD, weights["indexer.wk"]),
+            weights["indexer.k_norm.weight"],
+            weights["indexer.k_norm.bias"],
             self.config.norm_eps,
-        )  # fmt: skip
+        )
         key_TX = self._rotate(key_TX[:, None], ctx)[:, 0]
         if self.config.pool == 1:
             row_format = ctx.pool.kind_of[self.index, "index_key"].format
@@ -163,11 +180,15 @@ class Indexer:
             key_TX, gate_TX = torch.cat((tail.key_nX, key_TX)), torch.cat((tail.gate_nX, gate_TX))
         complete = key_TX.shape[0] // self.config.pool * self.config.pool
         if ctx.is_last(fragment):
-            job.after.pool_tails[self.index] = PoolTail(key_nX=key_TX[complete:].clone(), gate_nX=gate_TX[complete:].clone())
+            job.after.pool_tails[self.index] = PoolTail(
+                key_nX=key_TX[complete:].clone(), gate_nX=gate_TX[complete:].clone()
+            )
         pooled = ctx.kernels.indexer.pool_keys(key_TX[:complete], gate_TX[:complete], self.weights["indexer.pool_bias"])
         return ctx.pool.kind_of[self.index, "index_key"].format.encode(pooled)
 
-    def queries(self, x_TD: torch.Tensor, latent_q_TQ: torch.Tensor, ctx: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+    def queries(
+        self, x_TD: torch.Tensor, latent_q_TQ: torch.Tensor, ctx: StepContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(q [T, I, X], head weights fp32 [T, I], which hold both scale factors)."""
         config = self.config
         query_TIX = F.linear(latent_q_TQ, self.weights["indexer.wq_b"]).view(-1, config.num_heads, config.head_dim)
@@ -243,7 +264,9 @@ class _RowGather:
             for fragment in self.ctx.layout.local(rank):
                 cache = self.ctx.jobs[fragment.job].cache
                 for kind, first, num_rows, row_bytes, size in self._regions(fragment):
-                    cache.write(self.layer.index, kind, first, gathered[offset : offset + size].view(num_rows, row_bytes))
+                    cache.write(
+                        self.layer.index, kind, first, gathered[offset : offset + size].view(num_rows, row_bytes)
+                    )
                     offset += size
 
 

@@ -32,12 +32,21 @@ class JobStep:
 
 
 class Choices(Protocol):
-    """Sees every discrete choice and may replace it: recording, replaying and proving near ties (workers/choices.py)."""
+    """Sees every discrete choice and may replace it: recording, replaying and proving near ties
+    (workers/choices.py)."""
 
     def positions(
-        self, layer: int, fragment: Fragment, first_row: int, chosen_TS: torch.Tensor, query_TIX: torch.Tensor,
-        weight_TI: torch.Tensor, keys: PagedRows, pool: int, context: StepContext,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        layer: int,
+        fragment: Fragment,
+        first_row: int,
+        chosen_TS: torch.Tensor,
+        query_TIX: torch.Tensor,
+        weight_TI: torch.Tensor,
+        keys: PagedRows,
+        pool: int,
+        context: StepContext,
+    ) -> torch.Tensor:
         """Index top-k of fragment rows first_row, first_row + 1, ...: returns the positions to use."""
         ...
 

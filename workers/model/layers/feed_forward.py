@@ -1,6 +1,6 @@
 """Dense and mixture-of-experts feed-forward. Per token, so context parallelism needs no exchange here.
 
-    T local rows, D hidden, E experts, A experts a token, F intermediate
+T local rows, D hidden, E experts, A experts a token, F intermediate
 """
 
 from __future__ import annotations
@@ -50,10 +50,15 @@ class MoeLayer:
         with ctx.tracer.span("moe.route"):
             logits_TE = F.linear(x_TD.float(), weights["moe.gate"].float())
             routing = ctx.kernels.moe.route(
-                logits_TE, weights.get("moe.bias"), topk=config.experts_per_token, scoring=config.scoring,
-                num_groups=config.num_groups, topk_groups=config.topk_groups, normalize=config.normalize_weights,
+                logits_TE,
+                weights.get("moe.bias"),
+                topk=config.experts_per_token,
+                scoring=config.scoring,
+                num_groups=config.num_groups,
+                topk_groups=config.topk_groups,
+                normalize=config.normalize_weights,
                 scale=config.weight_scale,
-            )  # fmt: skip
+            )
             if ctx.choices is not None:
                 routing = ctx.choices.experts(self.index, config, ctx, logits_TE, routing)
         with ctx.tracer.span("moe.experts"):

@@ -1,7 +1,7 @@
 """Kimi Delta Attention under context parallelism, exact for any layout.
 
-    T local rows, D hidden, C conv channels (q | k | v), W conv width, H q/k heads, G value heads, K key dim, V value dim,
-    N local fragments
+    T local rows, D hidden, C conv channels (q | k | v), W conv width, H q/k heads, G value heads, K key dim, V value
+    dim, N local fragments
 
 1. halo: the last W - 1 normed input rows before each fragment travel and the receiver projects them again; before the
    step's start the projected rows come from the boundary state;
@@ -83,10 +83,16 @@ class KdaLayer:
         return gate_TF.unflatten(1, (self.config.num_value_heads, self.config.value_dim))
 
     def _recurrence(
-        self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_TGV: torch.Tensor, g_TGK: torch.Tensor, beta_TG: torch.Tensor,
+        self,
+        q_THK: torch.Tensor,
+        k_THK: torch.Tensor,
+        v_TGV: torch.Tensor,
+        g_TGK: torch.Tensor,
+        beta_TG: torch.Tensor,
         ctx: StepContext,
-    ) -> torch.Tensor:  # fmt: skip
-        """[T, G, V]. Fragments are scanned in two rounds: those that start their chain, then those that wait for states."""
+    ) -> torch.Tensor:
+        """[T, G, V]. Fragments are scanned in two rounds: those that start their chain, then those that wait for
+        states."""
         kernels, scale = ctx.kernels.kda, self.config.key_dim**-0.5
         out_TGV = v_TGV.new_empty(v_TGV.shape)
         streams = (q_THK, k_THK, v_TGV, g_TGK, beta_TG)

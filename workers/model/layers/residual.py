@@ -17,8 +17,8 @@ from longprefill.kernels.contracts import AttnResPhase1, ResidualKernels
 from longprefill.workers.model.config import AttnResConfig
 
 TWO_PHASE_BLOCKS = 4
-"""From this many finished blocks on, phase 1 reads them once for all sublayers of the block; below it one phase costs no
-more reads and needs no buffer of 2 block_layers x T x D fp32."""
+"""From this many finished blocks on, phase 1 reads them once for all sublayers of the block; below it one phase costs
+no more reads and needs no buffer of 2 block_layers x T x D fp32."""
 
 
 class ResidualStream(Protocol):
@@ -60,7 +60,11 @@ class AttnResStream:
     """`queries` are query * norm weight, fp32 [D] each: {"layers.N.mixer_res", "layers.N.ffn_res", "final_res"}."""
 
     def __init__(
-        self, embedding_TD: torch.Tensor, config: AttnResConfig, queries: dict[str, torch.Tensor], kernels: ResidualKernels
+        self,
+        embedding_TD: torch.Tensor,
+        config: AttnResConfig,
+        queries: dict[str, torch.Tensor],
+        kernels: ResidualKernels,
     ) -> None:
         self.config = config
         self.queries = queries

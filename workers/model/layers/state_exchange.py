@@ -3,7 +3,8 @@
     G local value heads, K key dim, V value dim
 
 Fragment 0 of a chain knows its incoming state (the boundary state) and publishes its true final state; fragments in the
-middle publish [E | M]; the last one publishes nothing. An exchange gives every local fragment but the first its incoming
+middle publish [E | M]; the last one publishes nothing. An exchange gives every local fragment but the first its
+incoming
 state. The step plan names the exchange; all give one result. Here: `all_gather`, where each rank folds what it needs.
 """
 
@@ -25,8 +26,8 @@ class StateExchange(Protocol):
     def __call__(
         self, config: KdaConfig, published: Mapping[Fragment, Summary], ctx: StepContext
     ) -> dict[Fragment, torch.Tensor]:
-        """From what this rank's fragments publish to the incoming state [G, K, V] of each local fragment with order > 0.
-        Every rank of the group calls it once a KDA layer, ranks without fragments too."""
+        """From what this rank's fragments publish to the incoming state [G, K, V] of each local fragment with order >
+        0. Every rank of the group calls it once a KDA layer, ranks without fragments too."""
         ...
 
 
