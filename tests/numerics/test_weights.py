@@ -1,112 +1,32 @@
-"""Loading: hand-named hybrid checkpoints, ranges, dtypes, and every way in which a directory can be broken."""
+"""Loading: hand-named hybrid checkpoints, spellings, ranges and dtypes."""
 
 from __future__ import annotations
 
-import copy
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from longprefill.partition.errors import ModelError
 from longprefill.workers.model import weights
 from longprefill.workers.model.checkpoint import DEAD_HEAD_A_LOG, write_checkpoint
 from longprefill.workers.model.families.base import Part
 from longprefill.workers.model.families.registry import config_from, read_config
 from longprefill.workers.model.parameters import FP32_PARAMETERS, parameter_shapes
 from longprefill.workers.model.sizes import RAW_CONFIGS
-from longprefill.workers.model.stored import StoredTensor, fingerprint, read_stored_tensors
+from longprefill.workers.model.stored import fingerprint, read_stored_tensors
 from longprefill.workers.model.weights import Piece, TensorReader, check_weights, load_weights, weights_bytes
 
-FULL_RAW: dict[str, Any] = {
-    "model_type": "longprefill_hybrid", "vocab_size": 24, "hidden_size": 10, "intermediate_size": 14,
-    "num_hidden_layers": 2, "layer_types": ["kda", "dsa"], "max_position_embeddings": 1 << 22,
-    "linear_attn_config": {
-        "num_heads": 2, "num_value_heads": 4, "head_dim": 6, "value_head_dim": 3, "use_full_rank_gate": True,
-        "gate_rank": 5, "num_stored_heads": 7,
-    },
-    "num_attention_heads": 2, "q_lora_rank": 9, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2,
-    "v_head_dim": 5, "mla_use_output_gate": True, "index_n_heads": 3, "index_head_dim": 7, "index_topk": 8,
-    "index_kpool": 4, "mlp_layer_types": ["dense", "sparse"], "num_experts": 3, "num_experts_per_token": 2,
-    "moe_intermediate_size": 6, "num_shared_experts": 2, "routed_expert_hidden_size": 4, "attn_res_block_size": 1,
-}  # fmt: skip
-"""Every optional part of the hybrid at once."""
-
-L0, L1 = "model.layers.0.", "model.layers.1."
-FULL_TENSORS: dict[str, tuple[int, ...]] = {
-    "model.embed_tokens.weight": (24, 10), "model.norm.weight": (10,), "lm_head.weight": (24, 10),
-    "model.final_res.query": (10,), "model.final_res.norm.weight": (10,),
-    L0 + "input_layernorm.weight": (10,), L0 + "post_attention_layernorm.weight": (10,),
-    L0 + "mixer_res.query": (10,), L0 + "mixer_res.norm.weight": (10,), L0 + "ffn_res.query": (10,),
-    L0 + "ffn_res.norm.weight": (10,),
-    L0 + "self_attn.q_proj.weight": (12, 10), L0 + "self_attn.k_proj.weight": (12, 10),
-    L0 + "self_attn.v_proj.weight": (12, 10), L0 + "self_attn.q_conv1d.weight": (12, 1, 4),
-    L0 + "self_attn.k_conv1d.weight": (12, 1, 4), L0 + "self_attn.v_conv1d.weight": (12, 1, 4),
-    L0 + "self_attn.f_a_proj.weight": (5, 10), L0 + "self_attn.f_b_proj.weight": (24, 5),
-    L0 + "self_attn.dt_bias": (24,), L0 + "self_attn.A_log": (7,), L0 + "self_attn.b_proj.weight": (4, 10),
-    L0 + "self_attn.g_proj.weight": (12, 10), L0 + "self_attn.o_norm.weight": (3,),
-    L0 + "self_attn.o_proj.weight": (10, 12),
-    L0 + "mlp.gate_proj.weight": (14, 10), L0 + "mlp.up_proj.weight": (14, 10), L0 + "mlp.down_proj.weight": (10, 14),
-    L1 + "input_layernorm.weight": (10,), L1 + "post_attention_layernorm.weight": (10,),
-    L1 + "mixer_res.query": (10,), L1 + "mixer_res.norm.weight": (10,), L1 + "ffn_res.query": (10,),
-    L1 + "ffn_res.norm.weight": (10,),
-    L1 + "self_attn.q_a_proj.weight": (9, 10), L1 + "self_attn.q_a_layernorm.weight": (9,),
-    L1 + "self_attn.q_b_proj.weight": (12, 9), L1 + "self_attn.kv_a_proj_with_mqa.weight": (10, 10),
-    L1 + "self_attn.kv_a_layernorm.weight": (8,), L1 + "self_attn.kv_b_proj.weight": (18, 8),
-    L1 + "self_attn.g_proj.weight": (10, 10), L1 + "self_attn.o_proj.weight": (10, 10),
-    L1 + "self_attn.indexer.wq_b.weight": (21, 9), L1 + "self_attn.indexer.wk.weight": (7, 10),
-    L1 + "self_attn.indexer.k_norm.weight": (7,), L1 + "self_attn.indexer.k_norm.bias": (7,),
-    L1 + "self_attn.indexer.weights_proj.weight": (3, 10),
-    L1 + "self_attn.indexer.index_kpool_compress_gate": (7, 10),
-    L1 + "self_attn.indexer.index_kpool_compress_ape": (4, 7),
-    L1 + "mlp.gate.weight": (3, 10), L1 + "mlp.gate.e_score_correction_bias": (3,),
-    L1 + "mlp.latent_in_proj.weight": (4, 10), L1 + "mlp.latent_out_proj.weight": (10, 4),
-    L1 + "mlp.shared_experts.gate_proj.weight": (12, 10), L1 + "mlp.shared_experts.up_proj.weight": (12, 10),
-    L1 + "mlp.shared_experts.down_proj.weight": (10, 12),
-}  # fmt: skip
-for expert in range(3):
-    FULL_TENSORS[f"{L1}mlp.experts.{expert}.gate_proj.weight"] = (6, 4)
-    FULL_TENSORS[f"{L1}mlp.experts.{expert}.up_proj.weight"] = (6, 4)
-    FULL_TENSORS[f"{L1}mlp.experts.{expert}.down_proj.weight"] = (4, 6)
-
-
-def hand_made() -> dict[str, torch.Tensor]:
-    """Random tensors under the published names of `FULL_RAW`, spelt out above."""
-    generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(shape, generator=generator) for name, shape in FULL_TENSORS.items()}
-
-
-def save_model(directory: Path, raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
-    """A model directory with one file."""
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(raw))
-    save_file(tensors, directory / "model.safetensors")
-    return directory
+from .weights_cases import FULL_RAW, FULL_TENSORS, L0, L1, copy_model, hand_made, save_model, write_tiny
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hybrid checkpoint in three files with an index."""
-    directory = tmp_path_factory.mktemp("model") / "tiny"
-    write_checkpoint(directory, RAW_CONFIGS["longprefill_hybrid", "tiny"], 0, torch.bfloat16, num_files=3)
-    return directory
-
-
-@pytest.fixture
-def broken(tiny: Path, tmp_path: Path) -> Path:
-    """A copy of `tiny` to break."""
-    directory = tmp_path / "model"
-    directory.mkdir()
-    for path in tiny.iterdir():
-        (directory / path.name).write_bytes(path.read_bytes())
-    return directory
+    return write_tiny(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def test_hand_made_hybrid_loads_part_by_part(tmp_path: Path) -> None:
@@ -229,139 +149,6 @@ def test_any_range_of_any_dimension_can_be_read(data: st.DataObject, tiny: Path)
     assert torch.equal(read, whole[tuple(block)])
 
 
-def test_a_missing_file_of_the_index_is_named(broken: Path) -> None:
-    (broken / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(
-        ModelError, match=r"model-00002-of-00003.safetensors is missing and model.safetensors.index.json"
-    ):
-        check_weights(broken, read_config(broken))
-
-
-@pytest.mark.parametrize("keep", [3, 100, -1])
-def test_a_truncated_file_is_named(keep: int, broken: Path) -> None:
-    path = broken / "model-00001-of-00003.safetensors"
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ModelError, match=r"model-00001-of-00003.safetensors is truncated: it"):
-        check_weights(broken, read_config(broken))
-
-
-def corrupt_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Rewrite a file's header."""
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-
-
-def test_corrupt_headers_are_named(broken: Path) -> None:
-    path, config = broken / "model-00001-of-00003.safetensors", read_config(broken)
-    whole = path.read_bytes()
-
-    corrupt_header(path, lambda header: header["model.embed_tokens.weight"].update(shape=[512, 65]))
-    with pytest.raises(ModelError, match=r"is corrupt: .*model.embed_tokens.weight 65536 bytes, and shape \[512, 65\]"):
-        check_weights(broken, config)
-
-    path.write_bytes(whole)
-    corrupt_header(path, lambda header: header["model.embed_tokens.weight"].pop("dtype"))
-    with pytest.raises(ModelError, match=r"is corrupt: its header's entry for model.embed_tokens.weight"):
-        check_weights(broken, config)
-
-    path.write_bytes(b"<!doctype html>" * 1000)
-    with pytest.raises(ModelError, match=r"00001-of-00003.safetensors is not a safetensors file"):
-        check_weights(broken, config)
-
-    path.write_bytes(whole + b"tail")
-    with pytest.raises(ModelError, match=r"is corrupt: its header promises \d+ bytes, it has \d+"):
-        check_weights(broken, config)
-
-
-def test_index_errors(broken: Path) -> None:
-    index, config = broken / "model.safetensors.index.json", read_config(broken)
-    good = json.loads(index.read_text())
-
-    def with_entry(name: str, file_name: object) -> None:
-        bad = copy.deepcopy(good)
-        bad["weight_map"][name] = file_name
-        index.write_text(json.dumps(bad))
-
-    with_entry("model.norm.weight", "../model-00001-of-00003.safetensors")
-    with pytest.raises(ModelError, match="must be a plain file name"):
-        check_weights(broken, config)
-    with_entry("model.norm.weight", "model-00001-of-00003.safetensors")
-    with pytest.raises(ModelError, match=r"model-00001-of-00003.safetensors has no tensor model.norm.weight"):
-        check_weights(broken, config)
-    index.write_text("{}")
-    with pytest.raises(ModelError, match=r"weight_map=None is not allowed"):
-        check_weights(broken, config)
-
-
-def test_without_files_or_with_doubled_tensors(tmp_path: Path) -> None:
-    directory = save_model(tmp_path / "m", FULL_RAW, hand_made())
-    save_file({"model.norm.weight": torch.ones(10)}, directory / "second.safetensors")
-    with pytest.raises(ModelError, match=r"tensor model.norm.weight is in model.safetensors and in second.safetensors"):
-        check_weights(directory, config_from(FULL_RAW))
-    for path in directory.glob("*.safetensors"):
-        path.unlink()
-    with pytest.raises(ModelError, match=r"holds no \*.safetensors file"):
-        check_weights(directory, config_from(FULL_RAW))
-
-
-@pytest.mark.parametrize("name", sorted(FULL_TENSORS))
-def test_every_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
-    tensors = hand_made()
-    del tensors[name]
-    directory = save_model(tmp_path / "m", FULL_RAW, tensors)
-    with pytest.raises(ModelError, match=r"parameter \S+ is missing: the checkpoint has no tensor ") as caught:
-        check_weights(directory, config_from(FULL_RAW))
-    assert name in str(caught.value)
-
-
-@pytest.mark.parametrize("name", sorted(FULL_TENSORS))
-def test_every_wrong_shape_is_named(name: str, tmp_path: Path) -> None:
-    tensors = hand_made()
-    tensors[name] = torch.zeros([*tensors[name].shape[:-1], tensors[name].shape[-1] + 1])
-    if name.endswith("A_log"):
-        tensors[name] = torch.zeros(3)
-    directory = save_model(tmp_path / "m", FULL_RAW, tensors)
-    with pytest.raises(ModelError, match=r"has shape \[.*\], and \S+ needs \[.*\]: config.json and weights") as caught:
-        load_weights(directory, config_from(FULL_RAW), dtype=torch.float32)
-    assert f"tensor {name} has shape {list(tensors[name].shape)}" in str(caught.value)
-
-
-def test_a_transposed_tensor_is_refused(tmp_path: Path) -> None:
-    tensors = hand_made()
-    name = L0 + "self_attn.q_proj.weight"
-    tensors[name] = tensors[name].T.contiguous()
-    directory = save_model(tmp_path / "m", FULL_RAW, tensors)
-    with pytest.raises(ModelError, match=r"has shape \[10, 12\], and layers.0.kda.q_proj needs \[12, 10\]"):
-        check_weights(directory, config_from(FULL_RAW))
-
-
-def test_quantized_tensors_are_refused(tmp_path: Path) -> None:
-    tensors = hand_made()
-    name = L1 + "self_attn.o_proj.weight"
-    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-    directory = save_model(tmp_path / "m", FULL_RAW, tensors)
-    with pytest.raises(ModelError, match=rf"tensor {name} has dtype F8_E4M3: it must be one of BF16, F16, F32, F64"):
-        check_weights(directory, config_from(FULL_RAW))
-
-
-def test_unknown_tensors_are_refused_except_harmless_ones(tmp_path: Path) -> None:
-    config = config_from(FULL_RAW)
-    harmless = hand_made() | {
-        "model.layers.2.self_attn.q_proj.weight": torch.ones(3),
-        L1 + "self_attn.rotary_emb.inv_freq": torch.ones(1),
-    }
-    check_weights(save_model(tmp_path / "a", FULL_RAW, harmless), config)
-    biased = hand_made() | {L0 + "self_attn.q_proj.bias": torch.ones(12)}
-    with pytest.raises(
-        ModelError, match=r"layers.0.self_attn.q_proj.bias \[12\] is unknown to family longprefill_hybrid"
-    ):
-        check_weights(save_model(tmp_path / "b", FULL_RAW, biased), config)
-
-
 def test_tied_embeddings_need_no_head(tmp_path: Path) -> None:
     raw = FULL_RAW | {"tie_word_embeddings": True}
     tensors = hand_made()
@@ -371,15 +158,9 @@ def test_tied_embeddings_need_no_head(tmp_path: Path) -> None:
     assert "head" not in loaded
 
 
-def test_a_file_that_vanishes_after_the_check(tmp_path: Path) -> None:
-    gone = StoredTensor(tmp_path / "gone.safetensors", "F32", (2,))
-    piece = Piece("embed", Part(names=("x",), shape=(2,), row=0), "x", gone)
-    with TensorReader() as reader, pytest.raises(ModelError, match=r"gone.safetensors cannot be read: tensor x"):
-        reader.read_block(piece, (slice(0, 2),))
-
-
-def test_fingerprint(tiny: Path, broken: Path, tmp_path: Path) -> None:
+def test_fingerprint(tiny: Path, tmp_path: Path) -> None:
     original = fingerprint(tiny)
+    broken = copy_model(tiny, tmp_path / "copy")
     assert original == fingerprint(broken)
     assert len(original) == 16
     assert int(original, 16) >= 0

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longprefill.partition.errors import ModelError, PromptError
+from longprefill.partition.errors import PromptError
 from longprefill.workers.model.sizes import RAW_CONFIGS
 from longprefill.workers.model.tokenizer import Tokenizer, read_prompt
 from longprefill.workers.model.vocabulary import train_tokenizer
@@ -137,5 +137,5 @@ def test_text_needs_a_tokenizer_and_ids_do_not(model_dir: Path, tmp_path: Path) 
     bare.mkdir()
     (bare / "config.json").write_bytes((model_dir / "config.json").read_bytes())
     assert read_prompt(written(tmp_path, "p.txt", "5\n6\n"), bare).tolist() == [5, 6]
-    with pytest.raises(ModelError, match=r"tokenizer.json is missing"):
+    with pytest.raises(PromptError, match=r"q.txt is text and .*tokenizer.json is missing: add it, or give token ids"):
         read_prompt(written(tmp_path, "q.txt", "five"), bare)

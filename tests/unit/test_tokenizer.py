@@ -112,7 +112,7 @@ def test_training_limits() -> None:
 
 
 def test_a_directory_without_a_usable_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"tokenizer.json is missing: add it, or give the prompt as token ids"):
+    with pytest.raises(ModelError, match=r"tokenizer.json is missing: a model needs it"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(ModelError, match=r"tokenizer.json is not a tokenizer: "):

@@ -38,7 +38,7 @@ class Tokenizer:
         """
         path = Path(model_dir) / "tokenizer.json"
         if not path.is_file():
-            raise ModelError(f"{path} is missing: add it, or give the prompt as token ids (.npy, .json or .ids)")
+            raise ModelError(f"{path} is missing: a model needs it to read and write text")
         try:
             self._pipeline = Pipeline.from_buffer(path.read_bytes())
         except ValueError as error:
@@ -114,8 +114,8 @@ def read_prompt(source: str | Path, model_dir: str | Path) -> np.ndarray:
 
     Raises:
         PromptError: the file is missing or not what its name says, the text is not UTF-8, the prompt is empty, longer
-            than the model takes, or has an id outside of the vocabulary.
-        ModelError: the model's config or (for text) its tokenizer.json is missing or unusable.
+            than the model takes, has an id outside of the vocabulary, or is text for a model without tokenizer.json.
+        ModelError: the model's config is missing, or its config or tokenizer.json is unusable.
     """
     config = read_config(model_dir)
     path = Path(source)
@@ -171,7 +171,14 @@ def _ids_from_text(data: bytes, label: str, model_dir: str | Path) -> list[int]:
             f"{label} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}: "
             "convert it, or give token ids as .npy, .json or .ids"
         ) from None
-    return Tokenizer(model_dir).encode(text) if text else []
+    if not text:
+        return []
+    tokenizer_file = Path(model_dir) / "tokenizer.json"
+    if not tokenizer_file.is_file():
+        raise PromptError(
+            f"{label} is text and {tokenizer_file} is missing: add it, or give token ids (.npy, .json, .ids)"
+        )
+    return Tokenizer(model_dir).encode(text)
 
 
 def _ids_from_npy(path: Path) -> np.ndarray:

@@ -25,7 +25,7 @@ __all__ = ["Piece", "TensorReader", "check_weights", "fingerprint", "load_weight
 
 LOADABLE_DTYPES = ("BF16", "F16", "F32", "F64")
 SLAB_BYTES = 64 << 20
-REOPEN_BYTES = 256 << 20
+REOPEN_BYTES = 64 << 20
 """Pages of a mapped file count as resident until the file is closed, so it is reopened after this much."""
 UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)
 """Stored buffers that follow from the config."""
