@@ -21,7 +21,7 @@ from .tiles import TILE_TOKENS as C
 from .tiles import TileTable, tile_table
 
 L2_EPS = 1e-6
-GROUP_BYTES = 16 << 20
+GROUP_BYTES = 8 << 20
 """Tiles are prepared in groups whose work buffers take about this much, so that they stay in cache whatever T."""
 POINTWISE_ELEMENTS = 1 << 18
 """Elements a block of rows in the pointwise functions: about 1 MiB, which stays in L2."""

@@ -17,9 +17,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) in fp32, cast to x's dtype, then times weight in that dtype (Hugging Face's order)."""
     out, scale = torch.empty(x.shape, dtype=x.dtype, device=x.device), weight.to(x.dtype)
     for rows in _row_blocks(x):
-        wide = x[rows].to(_compute_dtype(x))
-        out[rows] = wide * _inverse_rms(wide, eps)
-        out[rows] *= scale
+        wide, block = x[rows].to(_compute_dtype(x)), out[rows]
+        block.copy_(wide * _inverse_rms(wide, eps)).mul_(scale)
     return out
 
 
