@@ -34,7 +34,7 @@ from longprefill.workers.cache.pages import CacheFormats, PageAllocator, cache_k
 from longprefill.workers.choices import Record
 from longprefill.workers.decode import Sampling, Token
 from longprefill.workers.engine import TORCH_DTYPES, ChoiceReport, DecodeActor, PrefillActor, StepReport
-from longprefill.workers.handoff import HandoffPart, build_messages, pool_file_bytes
+from longprefill.workers.handoff.parts import HandoffPart, build_messages, pool_file_bytes
 from longprefill.workers.model.config import KdaConfig, MlaConfig, ModelConfig
 from longprefill.workers.prefill import StepPlan
 from longprefill.workers.snapshot import SnapshotHeader, SnapshotIdentity, read_header

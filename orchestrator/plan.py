@@ -17,6 +17,7 @@ from longprefill.orchestrator.memory import (
     weight_bytes,
 )
 from longprefill.partition.errors import PromptError, UserError
+from longprefill.partition.generators import GENERATORS, LayoutKind
 from longprefill.partition.layout import PAGE_TOKENS
 from longprefill.partition.steps import check_step_tokens, choose_step_tokens
 from longprefill.workers.model.config import MlaConfig, ModelConfig
@@ -24,7 +25,6 @@ from longprefill.workers.spec import DTYPES
 
 STEP_BUDGET_BYTES = 512 << 20
 """Working memory of a rank's step when nothing else limits it."""
-LAYOUTS = ("zigzag", "contiguous")
 FORMATS = {"latent": ("fp32", "bf16", "fp8"), "index": ("fp32", "bf16", "mxfp8")}
 
 
@@ -45,7 +45,7 @@ class ClusterSettings:
     step_tokens: int | None = None
     max_tokens: int = 65536
     """Most tokens, prompt and generated, that all open jobs together may hold."""
-    layout: str = "zigzag"
+    layout: LayoutKind = "zigzag"
     device: str = "cpu"
     backends: dict[str, str] = field(default_factory=dict)
     trace: bool = False
@@ -69,8 +69,8 @@ class ClusterSettings:
             check_step_tokens(self.step_tokens)
         if self.max_tokens < 1:
             raise UserError(f"max_tokens={self.max_tokens}: a cluster holds at least 1 token")
-        if self.layout not in LAYOUTS:
-            raise UserError(f"--layout {self.layout!r} is not one of {', '.join(LAYOUTS)}")
+        if self.layout not in GENERATORS:
+            raise UserError(f"--layout {self.layout!r} is not one of {', '.join(GENERATORS)}")
         for name in ("collective_timeout_s", "heartbeat_timeout_s"):
             if not 1 <= getattr(self, name) <= 86400:
                 raise UserError(f"{name}={getattr(self, name)}: use 1 to 86400 seconds")

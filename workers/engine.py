@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -34,7 +35,9 @@ from longprefill.workers.cache.pages import CacheFormats, CachePool, cache_kinds
 from longprefill.workers.choices import Record, Recorder, Replayer
 from longprefill.workers.decode import DecodeRank, Sampling, Token
 from longprefill.workers.dump import collect
-from longprefill.workers.handoff import HandoffPart, HandoffReceiver, HandoffSender, HandoffTarget, slot_bytes
+from longprefill.workers.handoff.parts import HandoffPart, HandoffTarget, slot_bytes
+from longprefill.workers.handoff.receiver import HandoffReceiver
+from longprefill.workers.handoff.sender import HandoffSender
 from longprefill.workers.model.families.registry import read_config
 from longprefill.workers.model.model import Model
 from longprefill.workers.model.weights import fingerprint, load_weights
@@ -77,7 +80,7 @@ class _Worker:
     @ray.method(concurrency_group="control")
     def describe(self) -> tuple[int, str]:
         """(pid, node): known before anything is loaded, so that a stopped worker can be ended."""
-        return os.getpid(), socket.gethostname()
+        return _pid_and_node()
 
     @ray.method(concurrency_group="control")
     def ping(self) -> bool:
@@ -86,11 +89,13 @@ class _Worker:
     @ray.method(concurrency_group="control")
     def stats(self) -> WorkerStats:
         """Peak memory, ledger and spans since the last call."""
-        comm = dict(self._past_comm)
-        if self._group is not None:
-            comm |= {op: (count.calls, count.bytes, count.seconds) for op, count in self._group.ledger.ops.items()}
+        comm = self._past_comm | self._group_comm()
         spans = tuple((s.name, s.category, s.start_us, s.duration_us, s.layer, s.job) for s in self._tracer.take())
         return WorkerStats(peak_rss_bytes=_peak_rss_bytes(), comm=comm, spans=spans)
+
+    def _group_comm(self) -> dict[str, tuple[int, int, float]]:
+        ops = {} if self._group is None else self._group.ledger.ops
+        return {op: (count.calls, count.bytes, count.seconds) for op, count in ops.items()}
 
     def _start(self, spec: WorkerSpec) -> WorkerInfo:
         started = time.perf_counter()
@@ -108,7 +113,7 @@ class _Worker:
         self._pool_file = attach_pool(spec.pool)
         self._pool = CachePool(self._pool_file.bytes_B, cache_kinds(self._config, self._formats), spec.num_pages)
         self._tracer = Tracer(spec.trace)
-        pid, node = self.describe()
+        pid, node = _pid_and_node()
         return WorkerInfo(
             pid=pid,
             node=node,
@@ -150,7 +155,7 @@ class PrefillWorker(_Worker):
     def join(self, group_spec: GroupSpec) -> None:
         """Meets the other ranks of a generation; a group of one needs no meeting."""
         if self._group is not None:
-            self._past_comm = dict(self.stats().comm)
+            self._past_comm |= self._group_comm()
             self._group.close()
         self._group = SoloGroup() if group_spec.size == 1 else TorchGroup(group_spec)
         self._rank = self._make_rank(self._group)
@@ -295,6 +300,10 @@ class DecodeWorker(_Worker):
         self._receiver.release(job)
 
 
+def _pid_and_node() -> tuple[int, str]:
+    return os.getpid(), socket.gethostname()
+
+
 def _peak_rss_bytes() -> int:
     # VmHWM, not ru_maxrss: the latter starts from the parent's peak at fork
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -303,5 +312,6 @@ def _peak_rss_bytes() -> int:
     raise RuntimeError("/proc/self/status has no VmHWM line")
 
 
-PrefillActor = ray.remote(concurrency_groups=CONTROL, max_restarts=0)(PrefillWorker)
-DecodeActor = ray.remote(concurrency_groups=CONTROL, max_restarts=0)(DecodeWorker)
+# ray's type stubs know neither concurrency groups nor what they return
+PrefillActor: Any = ray.remote(concurrency_groups=CONTROL, max_restarts=0)(PrefillWorker)  # pyright: ignore[reportCallIssue]
+DecodeActor: Any = ray.remote(concurrency_groups=CONTROL, max_restarts=0)(DecodeWorker)  # pyright: ignore[reportCallIssue]

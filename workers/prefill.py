@@ -14,7 +14,7 @@ import torch
 
 from longprefill.comms.group import Group
 from longprefill.kernels.backends import KernelTable
-from longprefill.partition.generators import generate
+from longprefill.partition.generators import LayoutKind, generate
 from longprefill.partition.layout import Layout, Slice
 from longprefill.workers.cache.pages import CachePool, JobCache
 from longprefill.workers.cache.states import BoundaryState, packed_bytes
@@ -28,8 +28,7 @@ class StepPlan:
     """What one step does; the same object goes to every rank."""
 
     slices: tuple[Slice, ...]
-    layout: str
-    """A name of partition.generators."""
+    layout: LayoutKind
     exchange: str
     """A name of state_exchange.EXCHANGES."""
     logits_of: tuple[int, ...]

@@ -101,7 +101,7 @@ class CachePool:
         self.buffer = buffer
         self.kinds = kinds
         self.num_pages = num_pages
-        self.kind_of = {(kind.layer, kind.kind): kind for kind in kinds}
+        self.kind_of: dict[tuple[int, str], CacheKind] = {(kind.layer, kind.kind): kind for kind in kinds}
         self._pages: dict[tuple[int, str], torch.Tensor] = {}
         self._offset: dict[tuple[int, str], int] = {}
         offset = 0
@@ -116,7 +116,7 @@ class CachePool:
         """uint8 [pages, rows a page, row bytes]."""
         return self._pages[layer, kind]
 
-    def byte_range(self, layer: int, kind: Kind, physical_page: int) -> tuple[int, int]:
+    def byte_range(self, layer: int, kind: str, physical_page: int) -> tuple[int, int]:
         """(offset, length) of a page in the buffer: what a transport copies."""
         page_bytes = self.kind_of[layer, kind].page_bytes
         return self._offset[layer, kind] + physical_page * page_bytes, page_bytes

@@ -1,0 +1,120 @@
+"""What both sides of a hand-off share: targets, parts, slots and the controller's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longprefill.comms.checksum import checksum_bytes, checksum_tensor
+from longprefill.comms.manifest import LayerCounts, LogitsEntry, Manifest, PageEntry, StateEntry
+from longprefill.comms.messages import Commit, encode
+from longprefill.comms.transport.base import PoolAddress
+from longprefill.workers.cache.pages import CacheFormats, CacheKind, pool_bytes
+from longprefill.workers.cache.states import BoundaryState, packed_bytes
+from longprefill.workers.model.config import MlaConfig, ModelConfig
+
+DRAIN_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffTarget:
+    """Where a decode worker expects one job. Pickles."""
+
+    address: PoolAddress
+    generation: int
+    table: tuple[int, ...]
+    """Physical pages at the decode side."""
+    slot_offset: int
+    """Byte offset of the job's slot in the pool file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffPart:
+    """What one rank sent."""
+
+    pages: tuple[PageEntry, ...]
+    states: tuple[StateEntry, ...]
+    logits: LogitsEntry | None
+
+
+def slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """A slot: the largest packed boundary state, then fp32 logits."""
+    pools = [
+        m.indexer.pool for layer in config.layers if isinstance(m := layer.mixer, MlaConfig) and m.indexer is not None
+    ]
+    largest = max(packed_bytes(config, position, dtype) for position in range(max(pools, default=1)))
+    return -(-largest // 64) * 64 + -(-4 * config.vocab_size // 64) * 64
+
+
+def pool_file_bytes(
+    config: ModelConfig, dtype: torch.dtype, kinds: tuple[CacheKind, ...], num_pages: int, num_slots: int
+) -> int:
+    """Size of a worker's pool file."""
+    return pool_bytes(kinds, num_pages) + num_slots * slot_bytes(config, dtype)
+
+
+def build_messages(
+    parts: Sequence[HandoffPart],
+    *,
+    transfer_id: str,
+    attempt: int,
+    job: int,
+    fingerprint: str,
+    formats: CacheFormats,
+    layers: LayerCounts,
+    position: int,
+) -> tuple[bytes, bytes]:
+    """(manifest, commit) of a finished job from what its ranks sent."""
+    logits = [part.logits for part in parts if part.logits is not None]
+    manifest = Manifest(
+        transfer_id=transfer_id,
+        attempt=attempt,
+        job=str(job),
+        model_fingerprint=fingerprint,
+        latent_format=formats.latent,
+        index_format=formats.index_key if layers.dsa else None,
+        layers=layers,
+        position=position,
+        pages=tuple(page for part in parts for page in part.pages),
+        states=tuple(state for part in parts for state in part.states),
+        logits=logits[0] if logits else None,
+    )
+    encoded = encode(manifest)
+    commit = Commit(
+        transfer_id=transfer_id,
+        attempt=attempt,
+        job=str(job),
+        position=position,
+        num_manifests=1,
+        num_pages=len(manifest.pages),
+        num_states=len(manifest.states),
+        num_bytes=manifest.num_bytes,
+        checksum=checksum_bytes(encoded),
+    )
+    return encoded, encode(commit)
+
+
+def state_entries(state: BoundaryState, owner: int) -> tuple[StateEntry, ...]:
+    """Manifest entries of a packed boundary state, in the order of `BoundaryState.pack`."""
+    kinds = {"state": "kda_state", "conv": "conv_tail"}
+    entries: list[StateEntry] = []
+    for name, tensor in state.named_tensors():
+        _, layer, field_name = name.split(".")
+        # a pool tail is two tensors (keys, gates): two parts of one entry
+        part, num_parts = ({"pool_key": 0, "pool_gate": 1}[field_name], 2) if field_name not in kinds else (0, 1)
+        entries.append(
+            StateEntry(
+                layer=int(layer),
+                kind=kinds.get(field_name, "pool_tail"),
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                num_bytes=tensor.nbytes,
+                checksum=checksum_tensor(tensor),
+                owner=owner,
+                part=part,
+                num_parts=num_parts,
+            )
+        )
+    return tuple(entries)

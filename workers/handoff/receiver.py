@@ -1,0 +1,183 @@
+"""The decode worker's side of hand-offs: reserves, verifies, hands verified jobs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from longprefill.comms.checksum import checksum_bytes, checksum_tensor
+from longprefill.comms.fields import MessageError
+from longprefill.comms.manifest import Manifest, check_complete
+from longprefill.comms.messages import Ack, Commit, Nack, decode, encode
+from longprefill.comms.transport.base import TransportError
+from longprefill.comms.transport.holder import Pool
+from longprefill.partition.layout import PAGE_TOKENS
+from longprefill.workers.cache.pages import CacheFormats, CachePool
+from longprefill.workers.cache.states import BoundaryState, packed_bytes
+from longprefill.workers.handoff.parts import DRAIN_TIMEOUT_S, HandoffTarget, slot_bytes, state_entries
+from longprefill.workers.model.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """A verified job."""
+
+    job: int
+    table: tuple[int, ...]
+    state: BoundaryState
+    logits_V: torch.Tensor
+
+
+@dataclass(kw_only=True)
+class _Incoming:
+    transfer_id: str
+    attempt: int
+    table: tuple[int, ...]
+    slot: int
+    is_committed: bool = False
+
+
+class HandoffReceiver:
+    """The decode worker's side: reserves, verifies, hands verified jobs on."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        formats: CacheFormats,
+        pool: CachePool,
+        file: Pool,
+        fingerprint: str,
+        num_slots: int,
+    ) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._formats = formats
+        self._pool = pool
+        self._file = file
+        self._fingerprint = fingerprint
+        self._slot_size = slot_bytes(config, dtype)
+        self._slots_at = file.num_bytes - num_slots * self._slot_size
+        self._free_slots = list(range(num_slots))
+        self._jobs: dict[int, _Incoming] = {}
+
+    def reserve(self, job: int, transfer_id: str, attempt: int, table: tuple[int, ...]) -> HandoffTarget:
+        """Room for a job. A further attempt of the same transfer fences all earlier ones.
+
+        Raises:
+            TransportError: no slot is free, or an attempt that is not newer than the last.
+        """
+        known = self._jobs.get(job)
+        if known is None:
+            if not self._free_slots:
+                raise TransportError(f"no slot is free for job {job}: {len(self._jobs)} jobs are being handed over")
+            known = _Incoming(transfer_id=transfer_id, attempt=-1, table=table, slot=self._free_slots.pop(0))
+            self._jobs[job] = known
+        if attempt <= known.attempt or transfer_id != known.transfer_id or known.is_committed:
+            raise TransportError(
+                f"job {job}: transfer {transfer_id} attempt {attempt} cannot follow {known.transfer_id} attempt "
+                f"{known.attempt}{' (committed)' if known.is_committed else ''}"
+            )
+        known.attempt, known.table = attempt, table
+        generation = self._file.advance_generation(known.slot, timeout_s=DRAIN_TIMEOUT_S)
+        return HandoffTarget(
+            address=self._file.address(known.slot),
+            generation=generation,
+            table=table,
+            slot_offset=self._slot_at(known.slot),
+        )
+
+    def commit(self, manifest_bytes: bytes, commit_bytes: bytes) -> tuple[bytes, Received | None]:
+        """Verifies the manifest against the model and every byte against its checksum; (Ack or Nack, the job if
+        Ack)."""
+        try:
+            manifest, commit = decode(manifest_bytes), decode(commit_bytes)
+            if not isinstance(manifest, Manifest) or not isinstance(commit, Commit):
+                raise MessageError(
+                    f"expected a manifest and a commit, got {type(manifest).__name__}, {type(commit).__name__}"
+                )
+        except MessageError as error:
+            nack = Nack(
+                transfer_id="unknown", attempt=0, job="unknown", code="incomplete", reason=str(error), may_retry=True
+            )
+            return encode(nack), None
+        code, reason = self._refusal(manifest, commit, checksum_bytes(manifest_bytes))
+        if code is not None:
+            nack = Nack(
+                transfer_id=manifest.transfer_id,
+                attempt=manifest.attempt,
+                job=manifest.job,
+                code=code,
+                reason=reason,
+                may_retry=code in ("checksum", "incomplete"),
+            )
+            return encode(nack), None
+        job = int(manifest.job)
+        incoming = self._jobs[job]
+        incoming.is_committed = True
+        # nothing of this transfer may be written any more
+        self._file.advance_generation(incoming.slot, timeout_s=DRAIN_TIMEOUT_S)
+        state, logits_V = self._read_slot(incoming, manifest.position)
+        ack = Ack(
+            transfer_id=manifest.transfer_id,
+            attempt=manifest.attempt,
+            job=manifest.job,
+            position=manifest.position,
+            num_bytes=manifest.num_bytes,
+        )
+        return encode(ack), Received(job=job, table=incoming.table, state=state, logits_V=logits_V)
+
+    def is_committed(self, job: int) -> bool:
+        return job in self._jobs and self._jobs[job].is_committed
+
+    def release(self, job: int) -> None:
+        """Fences writers out and frees the slot."""
+        incoming = self._jobs.pop(job)
+        self._file.advance_generation(incoming.slot, timeout_s=DRAIN_TIMEOUT_S)
+        self._free_slots.append(incoming.slot)
+
+    def _refusal(self, manifest: Manifest, commit: Commit, manifest_checksum: int) -> tuple[str | None, str]:
+        incoming = self._jobs.get(int(manifest.job)) if manifest.job.isdecimal() else None
+        if incoming is None or (manifest.transfer_id, manifest.attempt) != (incoming.transfer_id, incoming.attempt):
+            return (
+                "unknown_transfer",
+                f"transfer {manifest.transfer_id} attempt {manifest.attempt} was not reserved here",
+            )
+        if incoming.is_committed:
+            return "unknown_transfer", f"transfer {manifest.transfer_id} is already committed"
+        if commit.checksum != manifest_checksum:
+            return "incomplete", "the commit is not of this manifest"
+        has_index = any(kind.kind == "index_key" for kind in self._pool.kinds)
+        expected = (self._fingerprint, self._formats.latent, self._formats.index_key if has_index else None)
+        offered = (manifest.model_fingerprint, manifest.latent_format, manifest.index_format)
+        if offered != expected:
+            return "incompatible", f"model and formats are {offered}, this worker has {expected}"
+        try:
+            check_complete([manifest], page_tokens=PAGE_TOKENS)
+        except MessageError as error:
+            return "incomplete", str(error)
+        return self._damage(manifest, incoming)
+
+    def _damage(self, manifest: Manifest, incoming: _Incoming) -> tuple[str | None, str]:
+        for page in manifest.pages:
+            begin, size = self._pool.byte_range(page.layer, page.kind, incoming.table[page.index])
+            if page.num_bytes != size or checksum_tensor(self._file.bytes_B[begin : begin + size]) != page.checksum:
+                return "checksum", f"{page.kind} page {page.index} of layer {page.layer}"
+        state, logits_V = self._read_slot(incoming, manifest.position)
+        if state_entries(state, manifest.states[0].owner if manifest.states else 0) != manifest.states:
+            return "checksum", "boundary state"
+        assert manifest.logits is not None
+        if checksum_tensor(logits_V) != manifest.logits.checksum:
+            return "checksum", "logits"
+        return None, ""
+
+    def _read_slot(self, incoming: _Incoming, position: int) -> tuple[BoundaryState, torch.Tensor]:
+        begin = self._slot_at(incoming.slot)
+        size = packed_bytes(self._config, position, self._dtype)
+        state = BoundaryState.unpack(self._config, position, self._dtype, self._file.bytes_B[begin : begin + size])
+        logits = self._file.bytes_B[begin + size : begin + size + 4 * self._config.vocab_size].clone()
+        return state, logits.view(torch.float32)
+
+    def _slot_at(self, slot: int) -> int:
+        return self._slots_at + slot * self._slot_size
