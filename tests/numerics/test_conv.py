@@ -28,7 +28,8 @@ def by_definition(x_TC: torch.Tensor, weight_CW: torch.Tensor, history_WC: torch
     """One segment in fp64, product by product."""
     rows = [*history_WC.double(), *x_TC.double()]
     width = weight_CW.shape[1]
-    sums = [sum(weight_CW[:, j].double() * rows[t + j] for j in range(width)) for t in range(x_TC.shape[0])]
+    zero = torch.zeros(x_TC.shape[1], dtype=torch.float64)
+    sums = [sum((weight_CW[:, j].double() * rows[t + j] for j in range(width)), zero) for t in range(x_TC.shape[0])]
     return torch.stack([y * torch.sigmoid(y) for y in sums]) if sums else x_TC.double()
 
 
