@@ -66,4 +66,5 @@ def check_root(root: int, *, size: int, op: str) -> None:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """uint8 [nbytes] view of a contiguous tensor of any dtype: the form of every message (gloo has no bf16)."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # Not reshape: a tensor with dims of size 0 or 1 may count as contiguous and still have a last stride that is not 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 
 from .arguments import as_bytes, check_exchange, check_gather, check_root
+from .gloo_wire import GlooWire
 from .group import Group, GroupError, Ledger, Pending
-from .wires import AcceleratorWire, GlooWire, Message, Started, Wire, WireError, first_line, listening_address
+from .wires import AcceleratorWire, Message, Started, Wire, WireError, first_line, listening_address
 
 STORE_TIMEOUT_S = 60.0
-TAG_CALLS = 1 << 15
+TAG_CALLS = 1 << 14
 """Calls after which tags repeat; messages of one tag match in order, so a repeat is harmless."""
 
 
@@ -298,5 +299,5 @@ def connect(spec: GroupSpec) -> Wire:
 
 
 def mixed(tag: int, signature: tuple[object, ...]) -> int:
-    """`tag` with 16 bits of a checksum of `signature` mixed into its low half; 31 bits in all."""
+    """`tag` with 16 bits of a checksum of `signature` mixed into its low half; 30 bits in all."""
     return tag ^ (zlib.crc32(repr(signature).encode()) & 0xFFFF)

@@ -2,7 +2,8 @@
 
 gloo's own all-gather moves a fifth to a tenth of what its send and receive move, and the other backends' collectives
 cannot be ragged, so every collective of ours is a batch of messages. Backend objects are made directly, not through
-`init_process_group`: a process may hold several groups, and forming a new one touches no global state.
+`init_process_group`: a process may hold several groups, and forming a new one touches no global state. gloo's wire is
+in `gloo_wire.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ import torch.distributed as dist
 
 POLL_S = 50e-6
 """Pause between two looks at an accelerator's unfinished messages."""
+
+
+MAX_TAG = (1 << 30) - 1
+"""Tags above it are the wires' own."""
 
 
 class Message(NamedTuple):
@@ -60,42 +65,6 @@ class Wire(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends the connections; peers that wait for this rank fail at once. A second call does nothing."""
-
-
-class GlooWire(Wire):
-    """gloo over TCP, on one address: the loopback when the store is there, else the address that reaches the store."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, address: str) -> None:
-        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        self._backend: Any = dist.ProcessGroupGloo(store, rank, size, options)
-
-    def start(self, sends: Sequence[Message], receives: Sequence[Message], started: list[Started]) -> None:
-        # Receives first: a send to a peer that already waits is written at once, by this thread.
-        for verb, messages in (("receiving from", receives), ("sending to", sends)):
-            for message in messages:
-                try:
-                    call = self._backend.recv if messages is receives else self._backend.send
-                    work = call([message.bytes_B], message.peer, message.tag)
-                except RuntimeError as error:
-                    raise WireError(f"{verb} rank {message.peer}: {first_line(error)}") from None
-                finally:
-                    call = None  # a traceback must not keep the connections open
-                started.append(Started(work, message.peer, verb, (message.bytes_B,)))
-                del work
-
-    def finish(self, started: list[Started], deadline_s: float) -> None:
-        for index in range(len(started)):
-            # 0 would mean "no limit" to gloo
-            remaining = timedelta(seconds=max(deadline_s - time.monotonic(), 0.001))
-            try:
-                started[index].work.wait(remaining)
-            except RuntimeError as error:
-                raise WireError(f"{started[index].verb} rank {started[index].peer}: {first_line(error)}") from None
-
-    def close(self) -> None:
-        self._backend = None  # gloo closes its sockets when the last reference goes
 
 
 class AcceleratorWire(Wire):

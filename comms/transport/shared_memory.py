@@ -242,7 +242,7 @@ def copy_batch(submission: Submission, moved: Callable[[Submission, int], None])
 
 
 def copy_piece(piece: Sequence[Copy], source_B: torch.Tensor, target_B: torch.Tensor) -> None:
-    """Copies between the tensors; the offsets have been checked. By address, as slicing costs more than a page's bytes."""
+    """Copies between tensors, offsets already checked. By address: slicing a tensor costs more than a page's bytes."""
     if source_B.device.type != "cpu":
         for copy in piece:
             device_B = source_B[copy.source : copy.source + copy.num_bytes]
