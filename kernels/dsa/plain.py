@@ -26,7 +26,7 @@ FIRST_PANEL = 512
 """Keys of the first panel, at least; each further panel doubles what is scored, so a list's threshold rests on at least
 half of the keys and about `places` candidates pass a doubling of random scores."""
 MAX_PANEL = 16384
-"""Widest panel: 2 MB of scores for 32 queries, 8 MB of keys at X = 128; half as wide, merges cost half as much again."""
+"""Widest panel: 2 MB of scores for 32 queries, 8 MB of keys at X = 128; half as wide, merges cost half as much more."""
 GATHER_BYTES = 32 << 20
 """Bound of the gathered keys and their products in `scores`."""
 
@@ -95,8 +95,8 @@ def pool_keys(k_TX: torch.Tensor, gate_TX: torch.Tensor, pool_bias_UX: torch.Ten
             f"k and gate must be equal in shape, {width} wide, with a multiple of {pool} rows"
         )
     precision = _precision(k_TX)
-    logits_NUX = gate_TX.to(precision).view(-1, pool, width) + pool_bias_UX.to(precision)
-    return logits_NUX.softmax(dim=1).mul_(k_TX.to(precision).view(-1, pool, width)).sum(dim=1)
+    logits_NUX = gate_TX.to(precision).reshape(-1, pool, width) + pool_bias_UX.to(precision)
+    return logits_NUX.softmax(dim=1).mul_(k_TX.to(precision).reshape(-1, pool, width)).sum(dim=1)
 
 
 def select_pooled(
@@ -125,7 +125,7 @@ def select_pooled(
     if places:
         pools_TS = _select_visible(q_TIX, w_TI, pooled, visible_T=complete_T1[:, 0], places=places)
         tokens_TSU = pools_TS[..., None] * pool + torch.arange(pool, device=q_TIX.device)
-        tokens_TW = tokens_TSU.view(num_queries, -1)
+        tokens_TW = tokens_TSU.view(num_queries, places * pool)
         is_pool_TW = offset_TW[:, : places * pool] < 0
         chosen_TW[:, : places * pool] = torch.where(is_pool_TW, tokens_TW, chosen_TW[:, : places * pool])
     return chosen_TW.to(torch.int32)

@@ -171,7 +171,7 @@ class _Gather(NamedTuple):
         if self.slots is not None:
             size = self.rows.page_rows
             indices_BS = self.slots[indices_BS // size] + indices_BS % size
-        return self.decoded_NL.index_select(0, indices_BS.reshape(-1)).view(*indices_BS.shape, -1)
+        return self.decoded_NL.index_select(0, indices_BS.reshape(-1)).view(*indices_BS.shape, self.rows.format.width)
 
 
 class _Expansion(NamedTuple):

@@ -37,7 +37,7 @@ def route(
     Raises:
         ValueError: unknown scoring, groups that do not divide the experts, or fewer competing experts than topk.
     """
-    num_tokens, num_experts = logits_TE.shape
+    num_experts = logits_TE.shape[1]
     if scoring not in SCORINGS:
         raise ValueError(f"scoring={scoring!r}: routers score by {' or '.join(SCORINGS)}")
     if num_groups < 1 or num_experts % num_groups or not 1 <= topk_groups <= num_groups:
@@ -51,11 +51,11 @@ def route(
     scores_TE = logits_TE.sigmoid() if scoring == "sigmoid" else logits_TE.softmax(dim=-1)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E.to(scores_TE.dtype)
     if topk_groups < num_groups:
-        choice_TGE = choice_TE.view(num_tokens, num_groups, -1)
+        choice_TGE = choice_TE.unflatten(1, (num_groups, num_experts // num_groups))
         group_scores_TG = choice_TGE.topk(min(2, choice_TGE.shape[2]), dim=2).values.sum(2)
         closed_TG = _best_first(group_scores_TG)[:, topk_groups:]
         is_closed_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter_(1, closed_TG, True)
-        choice_TE = choice_TGE.masked_fill(is_closed_TG[..., None], -torch.inf).view(num_tokens, num_experts)
+        choice_TE = choice_TGE.masked_fill(is_closed_TG[..., None], -torch.inf).flatten(1)
     expert_TA = _best_first(choice_TE)[:, :topk].contiguous()
     weight_TA = scores_TE.gather(1, expert_TA)
     if normalize:

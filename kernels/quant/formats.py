@@ -85,7 +85,7 @@ class Fp8LatentRows(RowFormat):
         is_broken_TN = ~torch.isfinite(amax_TN)
         scale_TN = scale_TN.masked_fill(is_broken_TN, torch.nan)
         codes_TNS = _e4m3_codes(tiles_TNS / scale_TN[..., None], is_broken_TN)
-        codes_TR = codes_TNS.reshape(len(rows_TW), -1)[:, : self.latent_rank]
+        codes_TR = codes_TNS.flatten(1)[:, : self.latent_rank]
         rope_TP = rows_TW[:, self.latent_rank :].to(torch.bfloat16)
         return torch.cat([codes_TR, _as_bytes(scale_TN), _as_bytes(rope_TP)], dim=1)
 
@@ -135,7 +135,7 @@ class Mxfp8Rows(RowFormat):
         is_broken_TN = ~torch.isfinite(amax_TN)
         codes_TNS = _e4m3_codes(groups_TNS * reciprocal_TN[..., None], is_broken_TN)
         scale_TN = exponent_TN.masked_fill(is_broken_TN, E8M0_NAN).to(torch.uint8)
-        return torch.cat([codes_TNS.reshape(len(rows_TW), -1)[:, : self.width], scale_TN], dim=1)
+        return torch.cat([codes_TNS.flatten(1)[:, : self.width], scale_TN], dim=1)
 
     def decode(self, bytes_TB: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[T, W] in `dtype`. Raises ValueError for rows of another byte length."""
@@ -203,13 +203,14 @@ def _view_as(bytes_TB: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The bytes read as numbers of `dtype`: a view where offset and strides are aligned to it, else of a copy."""
     size = dtype.itemsize
     aligned = bytes_TB.stride(-1) == 1 and bytes_TB.storage_offset() % size == 0 and bytes_TB.stride(0) % size == 0
-    return (bytes_TB if aligned else bytes_TB.contiguous().clone()).view(dtype)
+    return (bytes_TB if aligned else bytes_TB.clone(memory_format=torch.contiguous_format)).view(dtype)
 
 
 def _grouped(rows_TW: torch.Tensor, size: int) -> torch.Tensor:
     """[T, N, size], the last group filled up with zeros, which change no amax."""
-    missing = -rows_TW.shape[1] % size
-    return functional.pad(rows_TW, (0, missing)).reshape(len(rows_TW), -1, size)
+    num_groups = -(-rows_TW.shape[1] // size)
+    missing = num_groups * size - rows_TW.shape[1]
+    return functional.pad(rows_TW, (0, missing)).reshape(len(rows_TW), num_groups, size)
 
 
 def _e4m3_codes(scaled_TNS: torch.Tensor, is_broken_TN: torch.Tensor) -> torch.Tensor:
@@ -223,7 +224,7 @@ def _scaled_codes(codes_TW: torch.Tensor, scale_TN: torch.Tensor, size: int, *, 
     values_TW = _e4m3_values(codes_TW)
     width = codes_TW.shape[1]
     if width % size == 0:
-        out_TW.copy_((values_TW.view(len(codes_TW), -1, size) * scale_TN[..., None]).view(len(codes_TW), width))
+        out_TW.copy_((values_TW.view(*scale_TN.shape, size) * scale_TN[..., None]).flatten(1))
         return
     out_TW.copy_(values_TW * scale_TN.repeat_interleave(size, dim=1)[:, :width])
 
