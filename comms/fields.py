@@ -41,9 +41,9 @@ def check_name(value: object, name: str) -> None:
 
 
 def check_text(value: object, name: str) -> None:
-    """Refuses what is not a str of at most 4096 characters."""
-    if type(value) is not str or len(value) > MAX_TEXT:
-        raise MessageError(f"{name}={shown(value)}: needs a str of at most {MAX_TEXT} characters")
+    """Refuses what is not a str of at most 4096 characters that UTF-8 can hold (lone surrogates it cannot)."""
+    if type(value) is not str or len(value) > MAX_TEXT or any("\ud800" <= character <= "\udfff" for character in value):
+        raise MessageError(f"{name}={shown(value)}: needs a str of at most {MAX_TEXT} characters without surrogates")
 
 
 def check_choice(value: object, name: str, allowed: Collection[str]) -> None:

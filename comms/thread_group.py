@@ -90,6 +90,8 @@ class Board:
         self._num_calls = [0] * size
         self._gone: dict[int, str] = {}
         self._failure: str | None = None
+        self._has_lost_ranks = False
+        """A rank got an error from a call and went on: from there on the ranks need not have done the same."""
         self._errors: list[tuple[int, BaseException]] = []
 
     def enter(self, rank: int, entry: Entry) -> int:
@@ -169,6 +171,8 @@ class Board:
 
     def check_complete(self) -> None:
         """All ranks ended well: did they also do the same calls, and wait for all of them?"""
+        if self._has_lost_ranks:
+            return
         if len(set(self._num_calls)) > 1:
             raise GroupError(f"the ranks ended after different numbers of calls: {self._num_calls}, rank by rank")
         for rank, calls in self._unfinished.items():
@@ -183,6 +187,7 @@ class Board:
 
     def _lose(self, rank: int, op: str, cause: str) -> NoReturn:
         # As over sockets: a rank that gave up is gone for the ranks that need it.
+        self._has_lost_ranks = True
         self._gone[rank] = f"its op '{op}' failed: {cause}"
         self._unfinished[rank].clear()
         self._changed.notify_all()

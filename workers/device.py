@@ -5,6 +5,7 @@ Everything else takes a `torch.device` and works on whatever it is.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 from dataclasses import dataclass
@@ -180,3 +181,19 @@ def namespace(kind: str) -> Any:
         return torch.cuda
     importlib.import_module("torch_npu")  # brings torch.npu
     return torch.npu  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def keep_freed_memory() -> bool:
+    """Makes malloc keep what is freed instead of giving it back to the kernel, process-wide; False without glibc.
+
+    The buffers of one layer then reuse the warm pages of the last. A 16 MiB gather takes 3 to 5 times as long into
+    pages that the kernel must first zero. Call it once, before the first large allocation; the price is a resident
+    size that stays at its peak.
+    """
+    libc = ctypes.CDLL(None)
+    try:
+        mallopt = libc.mallopt
+    except AttributeError:
+        return False
+    # <malloc.h>: M_MMAP_MAX = -4 and M_TRIM_THRESHOLD = -1; both return 1 on success.
+    return bool(mallopt(-4, 0) == 1 and mallopt(-1, 2**31 - 1) == 1)
