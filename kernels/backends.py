@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from longprefill.kernels.contracts import (
@@ -76,7 +76,8 @@ def resolve(device_type: str, overrides: Mapping[str, str] | None = None) -> Ker
     if unknown:
         raise ValueError(f"no op is called {', '.join(unknown)}: override one of {', '.join(OPS)}")
     chosen = {op: _choose(op, device_type, overrides.get(op)) for op in OPS}
-    return KernelTable(**{op: importlib.import_module(backend.module) for op, backend in chosen.items()})
+    modules: dict[str, Any] = {op: importlib.import_module(backend.module) for op, backend in chosen.items()}
+    return KernelTable(**modules)
 
 
 def chosen(device_type: str, overrides: Mapping[str, str] | None = None) -> dict[str, str]:

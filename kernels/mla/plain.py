@@ -55,8 +55,9 @@ def sparse(
         return out_THR
     if int(indices_TS.max()) >= rows.num_rows:
         raise ValueError(f"index {int(indices_TS.max())} of {rows.num_rows} cached rows: select only cached positions")
-    gather = _Gather.plan(rows, q_THL.dtype, num_reads=indices_TS.numel())
     block = max(1, GATHER_BYTES // (indices_TS.shape[1] * width * q_THL.dtype.itemsize))
+    gather = _Gather.plan(rows, q_THL.dtype, num_reads=indices_TS.numel())
+    buffer = q_THL.new_empty(min(block, num_queries) * indices_TS.shape[1], width)
     for begin in range(0, num_queries, block):
         indices_BS = indices_TS[begin : begin + block].long()
         is_key_BS = indices_BS >= 0
@@ -65,7 +66,7 @@ def sparse(
             continue
         indices_BS, is_key_BS = indices_BS[:, :used], is_key_BS[:, :used]
         all_keys = bool(is_key_BS.all())
-        rows_BSL = gather.read(indices_BS if all_keys else indices_BS.clamp(min=0))
+        rows_BSL = gather.read(indices_BS if all_keys else indices_BS.clamp(min=0), buffer)
         if not all_keys:
             rows_BSL.masked_fill_(~is_key_BS[..., None], 0)  # a weight of 0 would not silence a NaN
         out_BHL = functional.scaled_dot_product_attention(
@@ -164,14 +165,17 @@ class _Gather(NamedTuple):
             return cls(rows, dtype, rows.read(0, rows.num_rows, dtype), None)
         return cls(rows, dtype, None, None)
 
-    def read(self, indices_BS: torch.Tensor) -> torch.Tensor:
-        """[B, S, L], a fresh tensor."""
+    def read(self, indices_BS: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        """[B, S, L], which the caller may change and the next call overwrites."""
         if self.decoded_NL is None:
             return self.rows.gather(indices_BS, self.dtype)
         if self.slots is not None:
             size = self.rows.page_rows
             indices_BS = self.slots[indices_BS // size] + indices_BS % size
-        return self.decoded_NL.index_select(0, indices_BS.reshape(-1)).view(*indices_BS.shape, self.rows.format.width)
+        rows = buffer[: indices_BS.numel()]
+        # Memory that is touched for the first time costs more than the gathering: one buffer serves all blocks.
+        torch.index_select(self.decoded_NL, 0, indices_BS.reshape(-1), out=rows)
+        return rows.view(*indices_BS.shape, -1)
 
 
 class _Expansion(NamedTuple):

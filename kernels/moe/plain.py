@@ -64,8 +64,9 @@ def route(
 
 
 def experts(
-    x_TD: torch.Tensor, routing: Routing, gate_up_EJD: torch.Tensor, down_EDF: torch.Tensor, *, activation: str
-) -> torch.Tensor:
+    x_TD: torch.Tensor, routing: Routing, gate_up_EJD: torch.Tensor, down_EDF: torch.Tensor, *, activation: str,
+    clamp: float | None = None,
+) -> torch.Tensor:  # fmt: skip
     """sum over a token's experts of weight * down(act(gate) * up).
 
     Args:
@@ -74,6 +75,7 @@ def experts(
         gate_up_EJD: rows 0..F-1 of an expert are its gate, F..2F-1 its up projection.
         down_EDF: the experts' down projections.
         activation: "silu" or "gelu".
+        clamp: gate is cut above it and up beyond it on both sides, before the activation; None: neither.
 
     Returns:
         [T, D] in x's dtype. The sum runs in ascending expert order whatever the order of the slots, in every run.
@@ -106,6 +108,8 @@ def experts(
         end += count
         tokens_M = slots_M // num_slots
         gate_MF, up_MF = functional.linear(x_TD[tokens_M], gate_up_EJD[expert]).to(precision).chunk(2, dim=1)
+        if clamp is not None:
+            gate_MF, up_MF = gate_MF.clamp(max=clamp), up_MF.clamp(-clamp, clamp)
         hidden_MF = (act(gate_MF) * up_MF).to(x_TD.dtype)
         out_MD = functional.linear(hidden_MF, down_EDF[expert]).to(precision)
         # A token comes once per expert at most: a call adds one summand to a row, and calls follow the experts' order.

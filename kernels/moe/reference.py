@@ -36,8 +36,9 @@ def route(
 
 
 def experts(
-    x_TD: torch.Tensor, routing: Routing, gate_up_EJD: torch.Tensor, down_EDF: torch.Tensor, *, activation: str
-) -> torch.Tensor:
+    x_TD: torch.Tensor, routing: Routing, gate_up_EJD: torch.Tensor, down_EDF: torch.Tensor, *, activation: str,
+    clamp: float | None = None,
+) -> torch.Tensor:  # fmt: skip
     """[T, D] in x's dtype: the weighted sum of each token's experts in ascending expert order; -1 adds none."""
     precision = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
     act = {"silu": functional.silu, "gelu": functional.gelu}[activation]
@@ -46,5 +47,7 @@ def experts(
         for expert, weight in sorted(zip(chosen_A.tolist(), weights_A.tolist(), strict=True)):
             if expert >= 0:
                 gate_F, up_F = (gate_up_EJD[expert].to(precision) @ x_TD[t].to(precision)).chunk(2)
+                if clamp is not None:
+                    gate_F, up_F = gate_F.clamp(max=clamp), up_F.clamp(-clamp, clamp)
                 sum_TD[t] += weight * (down_EDF[expert].to(precision) @ (act(gate_F) * up_F))
     return sum_TD.to(x_TD.dtype)

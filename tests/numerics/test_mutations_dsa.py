@@ -23,7 +23,7 @@ from .test_quant import encode_mx_by_hand
 from .tolerances_dsa import assert_selection
 
 CUTS = (70, 100)
-"""Prefilled in three fragments, so that a wrong start shows; all but the first dozen queries see more than topk keys."""
+"""Prefilled in three fragments, so that a wrong start shows; nearly every query sees more than topk keys."""
 
 
 @pytest.fixture(scope="module")
