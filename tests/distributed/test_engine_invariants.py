@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from longprefill.comms.group import Group
 from longprefill.comms.solo import SoloGroup
 from longprefill.comms.thread_group import run_ranks
-from longprefill.partition.generators import GENERATORS
+from longprefill.partition.generators import GENERATORS, LayoutKind
 from longprefill.partition.layout import PAGE_TOKENS, Fragment, Layout, Slice
 from longprefill.workers import prefill
 from longprefill.workers.cache.pages import JobCache
 from longprefill.workers.choices import Recorder, Replayer
 from longprefill.workers.decode import DecodeRank, Sampling
 from longprefill.workers.model.layers.state_exchange import EXCHANGES
+from longprefill.workers.prefill import PrefillRank
 
 from .engine_support import (
     TOLERANCE,
@@ -52,7 +53,7 @@ RANKS = (1, 2, 3, 4, 8)
 STEPS = (64, 192, WHOLE)
 
 
-@pytest.fixture(params=ENGINES.values(), ids=ENGINES)
+@pytest.fixture(params=ENGINES.values(), ids=list(ENGINES))
 def engine(request: pytest.FixtureRequest) -> Engine:
     return request.param
 
@@ -71,7 +72,7 @@ def test_every_mesh_and_step_size(cp: int, length: int, step_tokens: int) -> Non
 @pytest.mark.parametrize("layout", sorted(GENERATORS))
 @pytest.mark.parametrize("exchange", sorted(EXCHANGES))
 def test_every_layout_and_exchange(
-    engine: Engine, exchange: str, layout: str, cp: int, length: int, step_tokens: int
+    engine: Engine, exchange: str, layout: LayoutKind, cp: int, length: int, step_tokens: int
 ) -> None:
     check_against_reference(engine, [length], step_tokens, cp=cp, layout=layout, exchange=exchange)
 
@@ -87,14 +88,14 @@ PACKED = {
 @pytest.mark.parametrize("cp", [1, 2, 3, 8])
 @pytest.mark.parametrize("layout", sorted(GENERATORS))
 @pytest.mark.parametrize("lengths", PACKED.values(), ids=PACKED)
-def test_jobs_in_one_step(engine: Engine, lengths: tuple[int, ...], layout: str, cp: int) -> None:
+def test_jobs_in_one_step(engine: Engine, lengths: tuple[int, ...], layout: LayoutKind, cp: int) -> None:
     step_tokens = {1: 192, 2: WHOLE, 3: 320, 8: WHOLE}[cp]
     check_against_reference(engine, lengths, step_tokens, cp=cp, layout=layout)
 
 
 @pytest.mark.parametrize("layout", sorted(GENERATORS))
 @pytest.mark.parametrize("cp", RANKS)
-def test_jobs_in_one_step_at_different_places(engine: Engine, cp: int, layout: str) -> None:
+def test_jobs_in_one_step_at_different_places(engine: Engine, cp: int, layout: LayoutKind) -> None:
     """One goes on after a page border, one after a ragged stop, one after two tokens, one begins, one ends early."""
     steps = [
         [Slice(job=0, start=0, end=192), Slice(job=1, start=0, end=100), Slice(job=2, start=0, end=2)],
@@ -148,7 +149,7 @@ def test_any_fragment_table(data: st.DataObject, cp: int, name: str) -> None:
     layout=st.sampled_from(sorted(GENERATORS)),
     name=st.sampled_from(sorted(ENGINES)),
 )
-def test_any_jobs_and_steps(lengths: list[int], cp: int, step_pages: int, layout: str, name: str) -> None:
+def test_any_jobs_and_steps(lengths: list[int], cp: int, step_pages: int, layout: LayoutKind, name: str) -> None:
     check_against_reference(ENGINES[name], lengths, step_pages * PAGE_TOKENS, cp=cp, layout=layout)
 
 
@@ -178,55 +179,51 @@ def test_a_new_mesh_after_every_step(engine: Engine, tmp_path: Path) -> None:
     check_against_reference(engine, [1000], WHOLE, cp=2, snapshots=[job.snapshot], starts={0: borders[-1]})
 
 
-@pytest.mark.parametrize("length", [1, 60, 130])
-@pytest.mark.parametrize("cp", [1, 3])
-def test_decode_equals_prefill_of_the_longer_prompt(engine: Engine, cp: int, length: int, tmp_path: Path) -> None:
-    """Greedy: each token from decode steps is what a prefill of the prompt and the tokens so far says."""
-    num_new = 9
-    record = reference(engine, length).record
-    job = Job(number=0, tokens=prompt(length))
-    prefilled = run(engine, [job], steps_of([job], 64), cp=cp, record=record, export_to=tmp_path)
-    recorder = Recorder()
-    rank = make_rank(engine, SoloGroup(), 5, recorder)
-    resumed = Job(number=0, tokens=job.tokens, snapshot=tmp_path / "0.safetensors")
-    table = (4, 0, 2)
-    open_job(rank, engine, resumed, table)
+def generate(
+    engine: Engine, job: Job, step_tokens: int, cp: int, num_new: int, folder: Path, choices: Recorder | None = None
+) -> tuple[list[int], PrefillRank]:
+    """Greedy tokens from decode steps after a prefill on `cp` ranks, and the rank that decoded."""
+    prefilled = run(engine, [job], steps_of([job], step_tokens), cp=cp, export_to=folder)
+    num_pages = -(-(job.tokens.numel() + num_new) // PAGE_TOKENS)
+    table = tuple(range(num_pages, 0, -1))
+    rank = make_rank(engine, SoloGroup(), num_pages + 1, choices)
+    open_job(
+        rank, engine, Job(number=job.number, tokens=job.tokens, snapshot=folder / f"{job.number}.safetensors"), table
+    )
+    state = rank.state(job.number)
+    rank.close_job(job.number)
     decode = DecodeRank(rank)
-    state = rank.state(0)
-    rank.close_job(0)
-    decode.take(0, table, state, prefilled.outcomes[0]["logits"], length + num_new)
-    tokens = [token.id for token in decode.generate(0, Sampling(max_new_tokens=num_new))]
-    assert len(tokens) == num_new
+    decode.take(job.number, table, state, prefilled.outcomes[job.number]["logits"], job.tokens.numel() + num_new)
+    return [token.id for token in decode.generate(job.number, Sampling(max_new_tokens=num_new))], rank
 
-    longer = Job(number=0, tokens=torch.cat((job.tokens, torch.tensor(tokens[:-1]))))
-    full = run(engine, [longer], steps_of([longer], WHOLE), record=record | recorder.record)
-    assert full.worst <= TOLERANCE
-    decoded = leavings(rank, 0)
-    logits = full.outcomes[0].pop("logits")
-    assert_equal_outcomes(decoded, full.outcomes[0])
-    assert int(logits.argmax()) == tokens[-1]
-    for count in range(num_new - 1):
-        part = Job(number=0, tokens=longer.tokens[: length + count])
-        result = run(engine, [part], steps_of([part], WHOLE), record=record | recorder.record)
-        assert int(result.outcomes[0]["logits"].argmax()) == tokens[count]
+
+@pytest.mark.parametrize("length", [1, 60, 130])
+def test_decode_equals_prefill_of_the_longer_prompt(engine: Engine, length: int, tmp_path: Path) -> None:
+    """Each greedy token is what a prefill of the prompt and the tokens before it says; so are states and cache rows."""
+    num_new = 9
+    job = Job(number=0, tokens=prompt(length))
+    recorder = Recorder()
+    tokens, rank = generate(engine, job, WHOLE, 1, num_new, tmp_path, recorder)
+    assert len(tokens) == num_new
+    record = reference(engine, length).record | recorder.record
+    tokens_T = torch.cat((job.tokens, torch.tensor(tokens[:-1])))
+    for count in range(num_new):
+        longer = Job(number=0, tokens=tokens_T[: length + count])
+        result = run(engine, [longer], steps_of([longer], WHOLE), record=record)
+        assert result.worst <= TOLERANCE
+        expected = result.outcomes[0]
+        assert int(expected.pop("logits").argmax()) == tokens[count]
+    assert_equal_outcomes(leavings(rank, 0), expected)
 
 
 def test_one_continuation_whatever_the_mesh(engine: Engine, tmp_path: Path) -> None:
     """Without replayed choices."""
     found: list[list[int]] = []
-    for cp in (1, 2, 3):
+    for cp, step_tokens in ((1, WHOLE), (2, 192), (3, 64)):
         folder = tmp_path / str(cp)
         folder.mkdir()
-        job = Job(number=0, tokens=prompt(300))
-        prefilled = run(engine, [job], steps_of([job], 192), cp=cp, export_to=folder)
-        decode = DecodeRank(make_rank(engine, SoloGroup(), 6))
-        open_job(
-            decode.rank, engine, Job(number=0, tokens=job.tokens, snapshot=folder / "0.safetensors"), (5, 1, 0, 3, 2)
-        )
-        state = decode.rank.state(0)
-        decode.rank.close_job(0)
-        decode.take(0, (5, 1, 0, 3, 2), state, prefilled.outcomes[0]["logits"], 320)
-        found.append([token.id for token in decode.generate(0, Sampling(max_new_tokens=20))])
+        tokens, _ = generate(engine, Job(number=0, tokens=prompt(300)), step_tokens, cp, 20, folder)
+        found.append(tokens)
     assert found[0] == found[1] == found[2]
 
 
@@ -269,7 +266,9 @@ def test_memory_that_nobody_wrote_changes_nothing(engine: Engine, fill: int) -> 
 
 @pytest.mark.parametrize("layout", sorted(GENERATORS))
 @pytest.mark.parametrize("cp", RANKS)
-def test_every_row_is_written_once(engine: Engine, cp: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_is_written_once(
+    engine: Engine, cp: int, layout: LayoutKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: dict[tuple[int, int, str, tuple[int, ...]], list[int]] = {}
     write = JobCache.write
 
