@@ -2,7 +2,7 @@
 
 Legend: T tokens, H q/k heads, G value heads (G = n H; value head g uses q/k head g * H // G), K key dim, V value dim,
 N segments, C channels, W conv width, D hidden, I indexer heads, X indexer dim, S selected keys, L visible rows,
-R latent rank (kv_lora_rank), P rope dim, E experts, A experts a token, B blocks (AttnRes).
+R latent rank (kv_lora_rank), P rope dim, E experts, A experts a token, B blocks (AttnRes), M residual streams (mHC).
 
 Segments of one call are given by `offsets`, N+1 row numbers from 0 to T; empty segments and T = 0 are legal everywhere.
 Inputs are never changed; outputs may be any dtype that the docstring names. Everything that the docstring calls fp32 is
@@ -186,9 +186,11 @@ class MoeKernels(Protocol):
         down_EDF: torch.Tensor,
         *,
         activation: str,
+        clamp: float | None = None,
     ) -> torch.Tensor:
         """sum over chosen experts of weight * down(act(gate) * up), J = 2F with gate rows first. fp32 accumulation over
-        experts, in ascending expert order; result in x's dtype. `activation` "silu" or "gelu"."""
+        experts, in ascending expert order; result in x's dtype. `activation` "silu" or "gelu". With `clamp`, gate is
+        cut above it and up beyond it on both sides, before the activation."""
         ...
 
 
@@ -196,6 +198,15 @@ class AttnResPhase1(NamedTuple):
     max_QT: torch.Tensor
     sum_QT: torch.Tensor
     weighted_QTD: torch.Tensor
+
+
+class HyperMix(NamedTuple):
+    input_TD: torch.Tensor
+    """What the sublayer reads, in the streams' dtype."""
+    post_TM: torch.Tensor
+    """fp32 weights of the sublayer's output in each stream."""
+    comb_TMM: torch.Tensor
+    """fp32 weights from stream (first M) to stream (second M), columns and rows near sum 1."""
 
 
 class ResidualKernels(Protocol):
@@ -215,6 +226,28 @@ class ResidualKernels(Protocol):
     ) -> torch.Tensor:
         """Phase 2 for query number `query` of phase 1: adds the running partial (None: nothing yet). Result in the
         partial's dtype, or fp32 without one."""
+        ...
+
+    def hyper_mix(
+        self,
+        streams_TMD: torch.Tensor,
+        projection_WF: torch.Tensor,
+        base_W: torch.Tensor,
+        scale_3: torch.Tensor,
+        *,
+        iterations: int,
+        eps: float,
+        norm_eps: float,
+    ) -> HyperMix:
+        """Hyper-connections (mHC) before a sublayer: mixing weights of W = 2M + M M numbers a token from its M streams
+        (F = M D), and the sublayer's input. fp32."""
+        ...
+
+    def hyper_update(
+        self, streams_TMD: torch.Tensor, output_TD: torch.Tensor, post_TM: torch.Tensor, comb_TMM: torch.Tensor
+    ) -> torch.Tensor:
+        """After it: stream j becomes sum_i comb[i, j] stream i + post[j] output. [T, M, D] in the streams' dtype, a new
+        tensor."""
         ...
 
 

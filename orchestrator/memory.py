@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longprefill.partition.errors import UserError
-from longprefill.workers.model.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig
+from longprefill.workers.model.config import (
+    AttnResConfig,
+    HyperConnectionConfig,
+    KdaConfig,
+    MlaConfig,
+    ModelConfig,
+    MoeConfig,
+)
 from longprefill.workers.model.parameters import FP32_PARAMETERS, parameter_shapes
 
 PROCESS_BYTES = 450 << 20
@@ -45,7 +52,11 @@ def step_bytes_per_token(config: ModelConfig, item_bytes: int, num_ranks: int) -
     of every gather buffer."""
     widest = max(_mixer_width(layer.mixer, item_bytes) for layer in config.layers)
     feed_forward = max(_ffn_width(layer.ffn, config.hidden, item_bytes) for layer in config.layers)
-    streams = 6 if config.residual is None else 6 + -(-len(config.layers) // config.residual.block_layers)
+    streams = 6
+    if isinstance(config.residual, AttnResConfig):
+        streams += -(-len(config.layers) // config.residual.block_layers)
+    elif isinstance(config.residual, HyperConnectionConfig):
+        streams += 2 * config.residual.num_streams
     local = streams * config.hidden * item_bytes + max(widest, feed_forward)
     gathered = max(
         2

@@ -1,6 +1,7 @@
-"""Attention Residuals by blocks of rows, without a normalised copy of any source (arXiv 2603.15031).
+"""Attention Residuals and hyper-connections by blocks of rows, without a normalised copy of any source or stream.
 
-Legend: T tokens, D hidden, B sources (blocks), Q queries of one block, L rows of a block of rows.
+Legend: T tokens, D hidden, B sources (blocks), Q queries of one block, L rows of a block of rows, M residual streams,
+N = M + 1 or M M, F = M D, W = 2M + M M.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from longprefill.kernels.contracts import AttnResPhase1
+from longprefill.kernels.contracts import AttnResPhase1, HyperMix
 
 BLOCK_ELEMENTS = 1 << 19
 """Numbers that the sources of one block of rows hold together: 2 MiB in fp32."""
@@ -75,6 +76,61 @@ def update(
         mixed_LD = weighted_TD[rows] * (old_L / total_L).unsqueeze(-1)
         out_TD[rows] = mixed_LD.addcmul_(value_LD, (new_L / total_L).unsqueeze(-1))
     return out_TD
+
+
+def hyper_mix(
+    streams_TMD: torch.Tensor, projection_WF: torch.Tensor, base_W: torch.Tensor, scale_3: torch.Tensor, *,
+    iterations: int, eps: float, norm_eps: float,
+) -> HyperMix:  # fmt: skip
+    """Mixing weights of every token and the sublayer's input (manifold-constrained hyper-connections, arXiv 2512.24880).
+
+    Args:
+        streams_TMD: the residual streams.
+        projection_WF: rows of the weights into the sublayer (M), out of it (M) and between the streams (M M, from major).
+        base_W: added to the scaled projections.
+        scale_3: factors of the three kinds of projections.
+        iterations: of the Sinkhorn normalisation; columns come last.
+        eps: added to weights and to the sums that they are divided by.
+        norm_eps: of the norm of a token's streams together.
+
+    Returns:
+        fp32 weights (fp64 for fp64 streams); the input in the streams' dtype.
+    """
+    dtype = _compute_dtype(streams_TMD)
+    num_rows, num_streams, num_hidden = streams_TMD.shape
+    input_TD = streams_TMD.new_empty(num_rows, num_hidden)
+    raw_TW = torch.empty(num_rows, base_W.shape[0], dtype=dtype, device=streams_TMD.device)
+    projection_FW, base_W, scale_3 = projection_WF.to(dtype).t(), base_W.to(dtype), scale_3.to(dtype)
+    widths = (num_streams, num_streams, num_streams**2)
+    scale_W = scale_3.repeat_interleave(torch.tensor(widths, device=scale_3.device))
+    for rows in _row_blocks(streams_TMD[:, 0], num_streams):
+        value_LMD = streams_TMD[rows].to(dtype)
+        flat_LF = value_LMD.flatten(1)
+        inverse_rms_L = torch.linalg.vecdot(flat_LF, flat_LF).div_(flat_LF.shape[1]).add_(norm_eps).rsqrt_()
+        raw_LW = torch.addcmul(base_W, flat_LF @ projection_FW, inverse_rms_L.unsqueeze(1) * scale_W)
+        raw_TW[rows] = raw_LW
+        pre_LM = raw_LW[:, :num_streams].sigmoid().add_(eps)
+        input_TD[rows] = torch.bmm(pre_LM.unsqueeze(1), value_LMD).squeeze(1)
+    _, post_TM, comb_TN = raw_TW.split(widths, dim=1)
+    comb_TMM = comb_TN.unflatten(1, (num_streams, num_streams)).softmax(-1).add_(eps)
+    comb_TMM.div_(comb_TMM.sum(1, keepdim=True).add_(eps))
+    for _ in range(iterations - 1):
+        comb_TMM.div_(comb_TMM.sum(2, keepdim=True).add_(eps))
+        comb_TMM.div_(comb_TMM.sum(1, keepdim=True).add_(eps))
+    return HyperMix(input_TD, post_TM.sigmoid().mul_(2), comb_TMM)
+
+
+def hyper_update(
+    streams_TMD: torch.Tensor, output_TD: torch.Tensor, post_TM: torch.Tensor, comb_TMM: torch.Tensor
+) -> torch.Tensor:
+    """Stream j becomes sum_i comb[i, j] stream i + post[j] output; [T, M, D] in the streams' dtype, a new tensor."""
+    dtype = comb_TMM.dtype
+    new_TMD = torch.empty_like(streams_TMD)
+    for rows in _row_blocks(output_TD, 2 * streams_TMD.shape[1]):
+        weight_LMN = torch.cat((comb_TMM[rows].transpose(1, 2), post_TM[rows].unsqueeze(2)), dim=2)
+        source_LND = torch.cat((streams_TMD[rows].to(dtype), output_TD[rows].to(dtype).unsqueeze(1)), dim=1)
+        new_TMD[rows] = torch.bmm(weight_LMN, source_LND)
+    return new_TMD
 
 
 def _logits(values: torch.Tensor, queries_QD: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Attention Residuals as the formulas stand (arXiv 2603.15031).
+"""Attention Residuals (arXiv 2603.15031) and hyper-connections (arXiv 2512.24880) as the formulas stand.
 
-Legend: T tokens, D hidden, B sources (blocks), Q queries of one block.
+Legend: T tokens, D hidden, B sources (blocks), Q queries of one block, M residual streams, F = M D, W = 2M + M M.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from longprefill.kernels.contracts import AttnResPhase1
+from longprefill.kernels.contracts import AttnResPhase1, HyperMix
 
 
 def mix(sources_BTD: Sequence[torch.Tensor], query_D: torch.Tensor, *, eps: float) -> torch.Tensor:
@@ -49,6 +49,40 @@ def update(
     old_T, new_T = (max_T - top_T).exp(), (logit_T - top_T).exp()
     mixed_TD = old_T.unsqueeze(-1) * weighted_TD + new_T.unsqueeze(-1) * values_TD
     return (mixed_TD / (old_T * sum_T + new_T).unsqueeze(-1)).to(partial_TD.dtype)
+
+
+def hyper_mix(
+    streams_TMD: torch.Tensor, projection_WF: torch.Tensor, base_W: torch.Tensor, scale_3: torch.Tensor, *,
+    iterations: int, eps: float, norm_eps: float,
+) -> HyperMix:  # fmt: skip
+    """Mixing weights of every token, fp32 (fp64 for fp64 streams), and the sublayer's input in the streams' dtype."""
+    dtype = torch.float64 if streams_TMD.dtype == torch.float64 else torch.float32
+    num_streams = streams_TMD.shape[1]
+    values_TMD = streams_TMD.to(dtype)
+    flat_TF = values_TMD.flatten(1)
+    normed_TF = flat_TF * torch.rsqrt(flat_TF.square().mean(-1, keepdim=True) + norm_eps)
+    raw_TW = normed_TF @ projection_WF.to(dtype).t()
+    pre_TM, post_TM, comb_TN = raw_TW.split((num_streams, num_streams, num_streams**2), dim=1)
+    pre_M, post_M, comb_N = base_W.to(dtype).split((num_streams, num_streams, num_streams**2))
+    scale_3 = scale_3.to(dtype)
+    pre_TM = torch.sigmoid(pre_TM * scale_3[0] + pre_M) + eps
+    post_TM = 2 * torch.sigmoid(post_TM * scale_3[1] + post_M)
+    comb_TMM = (comb_TN * scale_3[2] + comb_N).unflatten(1, (num_streams, num_streams)).softmax(-1) + eps
+    comb_TMM = comb_TMM / (comb_TMM.sum(1, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        comb_TMM = comb_TMM / (comb_TMM.sum(2, keepdim=True) + eps)
+        comb_TMM = comb_TMM / (comb_TMM.sum(1, keepdim=True) + eps)
+    input_TD = (pre_TM.unsqueeze(-1) * values_TMD).sum(1).to(streams_TMD.dtype)
+    return HyperMix(input_TD, post_TM, comb_TMM)
+
+
+def hyper_update(
+    streams_TMD: torch.Tensor, output_TD: torch.Tensor, post_TM: torch.Tensor, comb_TMM: torch.Tensor
+) -> torch.Tensor:
+    """Stream j becomes sum_i comb[i, j] stream i + post[j] output; [T, M, D] in the streams' dtype."""
+    kept_TMD = torch.einsum("tij,tid->tjd", comb_TMM, streams_TMD.to(comb_TMM.dtype))
+    added_TMD = post_TM.unsqueeze(-1) * output_TD.to(post_TM.dtype).unsqueeze(1)
+    return (kept_TMD + added_TMD).to(streams_TMD.dtype)
 
 
 def _stack(sources_BTD: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -182,3 +182,25 @@ def test_refusals() -> None:
         plain.experts(
             torch.zeros(1, 4), Routing(torch.tensor([[0]]), torch.ones(1, 1)), gate_up, down, activation="relu"
         )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_clamped_gates_as_glm5_next_has_them(backend: Any) -> None:
+    from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+    from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextExperts
+
+    config = Glm5NextTextConfig(
+        hidden_size=20, moe_intermediate_size=12, n_routed_experts=5, swiglu_limit=0.6, num_hidden_layers=4
+    )
+    module = Glm5NextTextExperts(config)
+    gate_up_EJD, down_EDF = expert_weights(5, 20, 12)
+    x_TD = torch.randn(33, 20, generator=make_generator(2))
+    routing = route(backend, torch.randn(33, 5, generator=make_generator(3)), topk=2)
+    with torch.no_grad():
+        module.gate_up_proj.copy_(gate_up_EJD)
+        module.down_proj.copy_(down_EDF)
+        expected_TD = module(x_TD, routing.expert_TA, routing.weight_TA)
+    actual_TD = backend.experts(x_TD, routing, gate_up_EJD, down_EDF, activation="silu", clamp=0.6)
+    assert_close(actual_TD, expected_TD.double(), op="moe")
+    unclamped_TD = backend.experts(x_TD, routing, gate_up_EJD, down_EDF, activation="silu")
+    assert (unclamped_TD - expected_TD).abs().max() > 0.05

@@ -17,6 +17,8 @@ class RopeConfig:
     """Which dims rotate together: (0, 1), (2, 3), ... or (i, i + dim / 2)."""
     inv_freq_scale: tuple[float, ...] | None = None
     """Per-frequency factors (yarn and linear scaling come to this); None: all 1."""
+    magnitude: float = 1.0
+    """Length of a rotated pair, 1 for a pure rotation; yarn's attention factor where mscale and mscale_all_dim differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,8 @@ class IndexerConfig:
     """The FIRST rope_dim dims of query and key rotate; 0: none."""
     rope: RopeConfig | None
     norm_eps: float = 1e-6
+    is_reused: bool = False
+    """A later layer attends to this selection too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +73,23 @@ class MlaConfig:
     gated: bool
     """Kimi K3's gated MLA: the attention output times sigmoid(x W_g) before o_proj."""
     indexer: IndexerConfig | None
-    """None: dense MLA; else DSA."""
+    """None: dense MLA, or a layer that has no selection of its own; else DSA."""
+    shared_selection: IndexerConfig | None = None
+    """The indexer of the last DSA layer that has one, whose selection this layer attends to; None: nothing shared. Such
+    a layer has no indexer weights and caches no index keys."""
+
+    @property
+    def selection(self) -> IndexerConfig | None:
+        """The indexer, own or shared, that says which keys a query attends to; None: all of them."""
+        return self.indexer or self.shared_selection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseConfig:
     intermediate: int
     activation: str
+    activation_clamp: float | None = None
+    """Clamped SwiGLU: the gate is cut above this, up on both sides, before the activation; None: not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +108,8 @@ class MoeConfig:
     normalize_weights: bool
     weight_scale: float
     activation: str
+    activation_clamp: float | None = None
+    """As in DenseConfig, for routed and shared experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,16 +126,35 @@ class AttnResConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HyperConnectionConfig:
+    """Manifold-constrained hyper-connections (mHC): several residual streams, mixed token by token."""
+
+    num_streams: int
+    sinkhorn_iterations: int
+    """Normalisations over columns; those over rows are one less."""
+    eps: float
+    norm_eps: float
+    """Of the norm of a token's streams together, which has no weight."""
+
+    @property
+    def num_weights(self) -> int:
+        """Mixing weights of one sublayer: into it, out of it, and from stream to stream."""
+        return (2 + self.num_streams) * self.num_streams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     family: str
     vocab_size: int
     hidden: int
     layers: tuple[LayerConfig, ...]
     norm_eps: float
-    residual: AttnResConfig | None
+    residual: AttnResConfig | HyperConnectionConfig | None
     """None: plain residual stream."""
     tie_embeddings: bool
     max_tokens: int
     """Longest sequence the model takes (max_position_embeddings / model_max_length)."""
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    fp8_block: tuple[int, int] | None = None
+    """Rows and columns that share a scale where the checkpoint's weights are FP8; None: none are."""

@@ -6,11 +6,23 @@ heads, K key dim, V value dim, C conv channels (q | k | v), E experts.
 
 from __future__ import annotations
 
-from longprefill.workers.model.config import DenseConfig, IndexerConfig, KdaConfig, MlaConfig, ModelConfig, MoeConfig
+from longprefill.workers.model.config import (
+    AttnResConfig,
+    DenseConfig,
+    HyperConnectionConfig,
+    IndexerConfig,
+    KdaConfig,
+    MlaConfig,
+    ModelConfig,
+    MoeConfig,
+)
 
 Shape = tuple[int, ...]
 
-FP32_PARAMETERS = ("kda.a_log", "kda.dt_bias", "moe.bias", "res.query", "res.norm", "indexer.pool_bias")
+FP32_PARAMETERS = (
+    "kda.a_log", "kda.dt_bias", "moe.bias", "res.query", "res.norm", "indexer.pool_bias", "hc.projection", "hc.base",
+    "hc.scale",
+)  # fmt: skip
 """Name endings of parameters that stay fp32 whatever the compute dtype."""
 
 
@@ -30,16 +42,26 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
             else moe_shapes(layer.ffn, config.hidden)
         )
         shapes |= {prefix + name: shape for name, shape in parts.items()}
-        if config.residual is not None:
-            for site in ("mixer_res", "ffn_res"):
-                shapes[f"{prefix}{site}.query"] = (config.hidden,)
-                shapes[f"{prefix}{site}.norm"] = (config.hidden,)
-    if config.residual is not None:
+        shapes |= {prefix + name: shape for name, shape in residual_shapes(config.residual, config.hidden).items()}
+    if isinstance(config.residual, AttnResConfig):
         shapes["final_res.query"] = (config.hidden,)
         shapes["final_res.norm"] = (config.hidden,)
     shapes["final_norm"] = (config.hidden,)
     if not config.tie_embeddings:
         shapes["head"] = (config.vocab_size, config.hidden)
+    return shapes
+
+
+def residual_shapes(residual: AttnResConfig | HyperConnectionConfig | None, hidden: int) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for site in ("mixer", "ffn"):
+        if isinstance(residual, AttnResConfig):
+            shapes[f"{site}_res.query"] = (hidden,)
+            shapes[f"{site}_res.norm"] = (hidden,)
+        elif isinstance(residual, HyperConnectionConfig):
+            shapes[f"{site}_hc.projection"] = (residual.num_weights, residual.num_streams * hidden)
+            shapes[f"{site}_hc.base"] = (residual.num_weights,)
+            shapes[f"{site}_hc.scale"] = (3,)
     return shapes
 
 
