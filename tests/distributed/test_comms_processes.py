@@ -103,7 +103,8 @@ def random_tensor(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype
     """Random bytes, sometimes as a view that is not contiguous."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     strided = rng.random() < 0.4 and len(shape) > 1
-    shape = (*shape[:-1], 2 * shape[-1]) if strided else shape
+    if strided:
+        shape = (*shape[:-1], 2 * shape[-1])
     values = torch.randint(0, 100, shape, generator=generator).to(dtype)
     return values[..., ::2] if strided else values
 

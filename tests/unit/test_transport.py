@@ -1,0 +1,459 @@
+"""Pools and the shared-memory transport: every byte where it belongs, nothing written after it was forbidden."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from longprefill.comms.transport import holder, shared_memory
+from longprefill.comms.transport.base import (
+    Copy,
+    NotDrainedError,
+    PageTransport,
+    PoolAddress,
+    TransferState,
+    TransportBusyError,
+    TransportError,
+)
+from longprefill.comms.transport.holder import Pool, attach_pool, create_pool, sweep_stale
+from longprefill.comms.transport.shared_memory import SharedMemoryTransport, pieces
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def make_pool(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
+    made = []
+
+    def make(num_bytes: int, label: str = "test") -> Pool:
+        pool = create_pool(num_bytes, label=label, directory=tmp_path)
+        made.append(pool)
+        return pool
+
+    yield make
+    for pool in made:
+        pool.close()
+        pool.unlink()
+
+
+@pytest.fixture
+def transport() -> Iterator[SharedMemoryTransport]:
+    found = SharedMemoryTransport(max_queued=2)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def one_page_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "PIECE_BYTES", 64)
+
+
+def in_child(body: Callable[[], Any]) -> Any:
+    """What `body` returns in a forked process, which has exited by then."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+
+    def run() -> None:
+        there.send(body())
+        os._exit(0)
+
+    process = context.Process(target=run)
+    process.start()
+    there.close()
+    with here:
+        assert here.poll(DEADLINE_S), "the child said nothing"
+        value = here.recv()
+    process.join(DEADLINE_S)
+    return value
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Copy]:
+    """Copies of a pool of 1000 bytes to disjoint places of another."""
+    sizes = draw(st.lists(st.integers(1, 200), min_size=1, max_size=5))
+    order = draw(st.permutations(range(len(sizes))))
+    targets = {place: sum(sizes[other] for other in order[: order.index(place)]) for place in order}
+    sources = [draw(st.integers(0, 1000 - size)) for size in sizes]
+    if draw(st.booleans()):
+        sources = [sum(sizes[:place]) for place in range(len(sizes))]
+    return [Copy(source=sources[i], target=targets[i], num_bytes=size) for i, size in enumerate(sizes)]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batch=batches())
+def test_every_byte_arrives_and_no_other_changes(
+    batch: list[Copy], transport: SharedMemoryTransport, make_pool: Callable[..., Pool], one_page_pieces: None
+) -> None:
+    source_B = torch.randint(0, 256, (1000,), dtype=torch.uint8)
+    pool = make_pool(1000)
+    pool.bytes_B.fill_(0xAB)
+    expected_B = torch.full((1000,), 0xAB, dtype=torch.uint8)
+    for copy in batch:
+        expected_B[copy.target : copy.target + copy.num_bytes] = source_B[copy.source : copy.source + copy.num_bytes]
+    name = pool.path.name
+    transport.register_pool(name, source_B)
+    peer = transport.connect(pool.address(), generation=0)
+    transfer = transport.submit(name, peer, batch, timeout_s=DEADLINE_S)
+    progress = transport.wait(transfer, timeout_s=DEADLINE_S)
+    transport.forget(transfer)
+    transport.disconnect(peer, timeout_s=DEADLINE_S)
+    assert progress.state is TransferState.DONE
+    assert progress.moved_bytes == progress.total_bytes == sum(copy.num_bytes for copy in batch)
+    assert torch.equal(pool.bytes_B, expected_B)
+
+
+@given(batch=batches())
+def test_pieces_are_the_batch_cut_and_joined(batch: list[Copy]) -> None:
+    def places(copies: Iterator[Copy] | list[Copy]) -> list[tuple[int, int]]:
+        return [(copy.source + i, copy.target + i) for copy in copies for i in range(copy.num_bytes)]
+
+    found = list(pieces(batch))
+    assert places([copy for piece in found for copy in piece]) == places(batch)
+    assert all(0 < sum(copy.num_bytes for copy in piece) <= shared_memory.PIECE_BYTES for piece in found)
+    one_run = [Copy(source=5 + i, target=9 + i, num_bytes=1) for i in range(20)]
+    assert list(pieces(one_run)) == [[Copy(source=5, target=9, num_bytes=20)]]
+
+
+def test_another_process_reads_what_was_written_and_writes_into_the_pool(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(1 << 16)
+    pool.bytes_B.copy_(torch.arange(1 << 16) % 251)
+    address = pool.address()
+
+    def body() -> tuple[bool, str]:
+        attached = attach_pool(address)
+        found = torch.equal(attached.bytes_B.long(), torch.arange(1 << 16) % 251)
+        sender = SharedMemoryTransport()
+        sender.register_pool("own", torch.full((100,), 7, dtype=torch.uint8))
+        peer = sender.connect(address, generation=0)
+        copy = Copy(source=0, target=50, num_bytes=100)
+        transfer = sender.submit("own", peer, [copy], timeout_s=DEADLINE_S)
+        state = sender.wait(transfer, timeout_s=DEADLINE_S).state
+        sender.close()
+        return found, state.value
+
+    assert in_child(body) == (True, "done")
+    assert pool.bytes_B[50:150].eq(7).all()
+    assert pool.bytes_B[49] == 49
+    assert pool.bytes_B[150] == 150
+
+
+def test_a_write_of_an_old_generation_is_refused_at_connect_and_in_flight(
+    transport: SharedMemoryTransport, make_pool: Callable[..., Pool]
+) -> None:
+    pool = make_pool(100)
+    assert pool.generation() == 0
+    generation = pool.advance_generation(timeout_s=DEADLINE_S)
+    with pytest.raises(TransportError, match="is at generation 1: a write of generation 0 is refused"):
+        transport.connect(pool.address(), generation=0)
+    transport.register_pool("own", torch.ones(100, dtype=torch.uint8))
+    peer = transport.connect(pool.address(), generation=generation)
+    assert pool.advance_generation(timeout_s=DEADLINE_S) == 2
+    transfer = transport.submit("own", peer, [Copy(source=0, target=0, num_bytes=100)], timeout_s=DEADLINE_S)
+    progress = transport.wait(transfer, timeout_s=DEADLINE_S)
+    assert progress.state is TransferState.FAILED
+    assert "a write of generation 1 is refused" in (progress.error or "")
+    assert pool.bytes_B.eq(0).all()
+
+
+def test_channels_are_fenced_one_by_one(transport: SharedMemoryTransport, make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(100)
+    transport.register_pool("own", torch.ones(100, dtype=torch.uint8))
+    peers = [transport.connect(pool.address(channel), generation=0) for channel in (3, 4, holder.CHANNELS - 1)]
+    pool.advance_generation(3, timeout_s=DEADLINE_S)
+    copy = Copy(source=0, target=0, num_bytes=100)
+    transfers = []
+    for peer in peers:
+        transfers.append(transport.submit("own", peer, [copy], timeout_s=DEADLINE_S))
+        transport.wait(transfers[-1], timeout_s=DEADLINE_S)
+    states = [transport.poll(transfer).state for transfer in transfers]
+    assert states == [TransferState.FAILED, TransferState.DONE, TransferState.DONE]
+
+
+def test_the_generation_waits_for_a_write_under_way_and_refuses_those_behind_it(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(100)
+    writer = attach_pool(pool.address())
+    with writer.locked(0, fcntl.F_RDLCK, time.monotonic() + DEADLINE_S):
+        with pytest.raises(NotDrainedError, match="channel 0: another process holds its lock"):
+            pool.advance_generation(timeout_s=0.01)
+        assert writer.generation() == 1, "the writer's next look must already see it"
+        pool.advance_generation(1, timeout_s=0.01)
+    assert pool.advance_generation(timeout_s=DEADLINE_S) == 2
+    writer.close()
+
+
+def test_a_killed_writer_holds_nothing(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(100)
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+
+    def body() -> None:
+        writer = attach_pool(pool.address())
+        with writer.locked(0, fcntl.F_RDLCK, time.monotonic() + DEADLINE_S):
+            there.send("locked")
+            signal.pause()
+
+    process = context.Process(target=body)
+    process.start()
+    assert here.poll(DEADLINE_S)
+    with pytest.raises(NotDrainedError):
+        pool.advance_generation(timeout_s=0.01)
+    process.kill()
+    process.join(DEADLINE_S)
+    assert pool.advance_generation(timeout_s=DEADLINE_S) == 2
+    here.close()
+    there.close()
+
+
+def held(transport: SharedMemoryTransport, make_pool: Callable[..., Pool]) -> tuple[Pool, Pool, Any]:
+    """A pool whose lock is held, so that every transfer to it stays where it is until that is released."""
+    pool = make_pool(1000)
+    owner = attach_pool(pool.address())
+    transport.register_pool("own", torch.ones(1000, dtype=torch.uint8))
+    return pool, owner, transport.connect(pool.address(), generation=0)
+
+
+COPY = Copy(source=0, target=0, num_bytes=1000)
+
+
+def submit_and_start(transport: SharedMemoryTransport, peer: Any) -> Any:
+    """A submitted transfer that the copying thread has begun with."""
+    transfer = transport.submit("own", peer, [COPY], timeout_s=DEADLINE_S)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while transport.poll(transfer).state is TransferState.QUEUED:
+        assert time.monotonic() < deadline_s
+        os.sched_yield()
+    return transfer
+
+
+def test_a_cancelled_transfer_is_drained_before_the_call_returns(
+    transport: SharedMemoryTransport, make_pool: Callable[..., Pool], one_page_pieces: None
+) -> None:
+    pool, owner, peer = held(transport, make_pool)
+    with owner.locked(0, fcntl.F_WRLCK, time.monotonic() + DEADLINE_S):
+        running = submit_and_start(transport, peer)
+        queued = transport.submit("own", peer, [COPY], timeout_s=DEADLINE_S)
+        assert transport.cancel_and_drain(queued, timeout_s=DEADLINE_S).state is TransferState.CANCELLED
+        with pytest.raises(NotDrainedError, match="quarantine"):
+            transport.cancel_and_drain(running, timeout_s=0.01)
+    progress = transport.cancel_and_drain(running, timeout_s=DEADLINE_S)
+    assert progress.state is TransferState.CANCELLED
+    assert progress.moved_bytes == int(pool.bytes_B.sum()) <= 64
+    owner.close()
+
+
+def test_a_done_transfer_stays_done_when_cancelled(
+    transport: SharedMemoryTransport, make_pool: Callable[..., Pool]
+) -> None:
+    _, owner, peer = held(transport, make_pool)
+    transfer = transport.submit("own", peer, [COPY], timeout_s=DEADLINE_S)
+    assert transport.wait(transfer, timeout_s=DEADLINE_S).state is TransferState.DONE
+    assert transport.cancel_and_drain(transfer, timeout_s=DEADLINE_S).state is TransferState.DONE
+    transport.forget(transfer)
+    with pytest.raises(TransportError, match="is unknown"):
+        transport.poll(transfer)
+    owner.close()
+
+
+def test_a_transfer_fails_at_its_deadline(transport: SharedMemoryTransport, make_pool: Callable[..., Pool]) -> None:
+    pool, owner, peer = held(transport, make_pool)
+    with owner.locked(0, fcntl.F_WRLCK, time.monotonic() + DEADLINE_S):
+        late = transport.submit("own", peer, [COPY], timeout_s=0.02)
+        progress = transport.wait(late, timeout_s=DEADLINE_S)
+    assert progress.state is TransferState.FAILED
+    assert "another process holds its lock" in (progress.error or "")
+    assert pool.bytes_B.eq(0).all()
+    owner.close()
+
+
+def test_the_queue_is_bounded_and_its_end_is_told(
+    transport: SharedMemoryTransport, make_pool: Callable[..., Pool]
+) -> None:
+    _, owner, peer = held(transport, make_pool)
+    with owner.locked(0, fcntl.F_WRLCK, time.monotonic() + DEADLINE_S):
+        running = submit_and_start(transport, peer)
+        for _ in range(2):
+            transport.submit("own", peer, [COPY], timeout_s=DEADLINE_S)
+        with pytest.raises(TransportBusyError, match="2 batches of at most 2 are queued"):
+            transport.submit("own", peer, [COPY], timeout_s=DEADLINE_S)
+        with pytest.raises(TransportError, match="running: cancel and drain it first"):
+            transport.forget(running)
+    assert transport.wait(running, timeout_s=DEADLINE_S).state is TransferState.DONE
+    owner.close()
+
+
+def test_close_drains_and_ends_the_thread(make_pool: Callable[..., Pool]) -> None:
+    transport = SharedMemoryTransport()
+    _, owner, peer = held(transport, make_pool)
+    with owner.locked(0, fcntl.F_WRLCK, time.monotonic() + DEADLINE_S):
+        transfer = submit_and_start(transport, peer)
+        with pytest.raises(NotDrainedError):
+            transport.close(timeout_s=0.01)
+    transport.close(timeout_s=DEADLINE_S)
+    transport.close()
+    assert transport.poll(transfer).state.is_terminal
+    assert not any(thread is transport._thread for thread in threading.enumerate())
+    with pytest.raises(TransportError, match="closed"):
+        transport.submit("own", peer, [COPY], timeout_s=1)
+    owner.close()
+
+
+WRONG_CALLS: dict[str, tuple[Callable[[PageTransport, Any], object], str]] = {
+    "no copies": (lambda t, peer: t.submit("own", peer, [], timeout_s=1), "without copies"),
+    "unknown pool": (lambda t, peer: t.submit("other", peer, [COPY], timeout_s=1), "'other' is not registered"),
+    "no deadline": (lambda t, peer: t.submit("own", peer, [COPY], timeout_s=0), "timeout_s=0"),
+    "outside the source": (
+        lambda t, peer: t.submit("own", peer, [Copy(source=1, target=0, num_bytes=1000)], timeout_s=1),
+        "source offset 1: needs 1 or more inside",
+    ),
+    "outside the target": (
+        lambda t, peer: t.submit("own", peer, [Copy(source=0, target=-1, num_bytes=10)], timeout_s=1),
+        "target offset -1",
+    ),
+    "nothing to copy": (
+        lambda t, peer: t.submit("own", peer, [Copy(source=0, target=0, num_bytes=0)], timeout_s=1),
+        "a copy of 0 bytes",
+    ),
+    "name twice": (lambda t, peer: t.register_pool("own", torch.ones(1, dtype=torch.uint8)), "registered already"),
+    "pool of floats": (lambda t, peer: t.register_pool("floats", torch.ones(4)), "needs contiguous uint8"),
+    "pool with gaps": (
+        lambda t, peer: t.register_pool("gaps", torch.ones(4, dtype=torch.uint8)[::2]),
+        "needs contiguous uint8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_wrong_call_is_refused(name: str, transport: SharedMemoryTransport, make_pool: Callable[..., Pool]) -> None:
+    call, expected = WRONG_CALLS[name]
+    pool, owner, peer = held(transport, make_pool)
+    with pytest.raises(TransportError, match=expected):
+        call(transport, peer)
+    assert pool.bytes_B.eq(0).all()
+    owner.close()
+
+
+def test_a_disconnected_peer_takes_no_more(transport: SharedMemoryTransport, make_pool: Callable[..., Pool]) -> None:
+    _, owner, peer = held(transport, make_pool)
+    transport.disconnect(peer, timeout_s=DEADLINE_S)
+    with pytest.raises(TransportError, match="is not connected"):
+        transport.submit("own", peer, [COPY], timeout_s=1)
+    with pytest.raises(TransportError, match="is not connected"):
+        transport.disconnect(peer, timeout_s=1)
+    owner.close()
+
+
+def test_a_pool_is_private_named_after_its_maker_and_all_there(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(1 << 20, "latent_0")
+    match = holder.NAME.fullmatch(pool.path.name)
+    assert match is not None
+    assert int(match[1]) == os.getpid()
+    assert match[4] == "latent_0"
+    status = pool.path.stat()
+    assert status.st_mode & 0o777 == 0o600
+    assert status.st_blocks * 512 >= 1 << 20
+    assert pool.bytes_B.numel() == 1 << 20
+    assert pool.bytes_B.eq(0).all()
+
+
+def test_a_pool_that_does_not_fit_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match=r"a pool of \d+ bytes does not fit in .*, where \d+ are free"):
+        create_pool(1 << 60, label="huge", directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pool_prefers_shared_memory_and_goes_elsewhere_when_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    monkeypatch.setattr(holder, "pool_directories", lambda: (first, second))
+    monkeypatch.setattr(holder, "room", lambda directory: {first: 5000, second: 10_000}[directory])
+    assert holder.choose_directory(904) == first
+    assert holder.choose_directory(905) == second
+    assert holder.choose_directory(1 << 40) == second
+
+
+@pytest.mark.parametrize(("num_bytes", "label"), [(0, "x"), (-1, "x"), (1, ""), (1, "a/b"), (1, "a-b"), (1, "x" * 33)])
+def test_a_pool_without_bytes_or_with_a_wrong_label_is_refused(num_bytes: int, label: str, tmp_path: Path) -> None:
+    with pytest.raises(TransportError):
+        create_pool(num_bytes, label=label, directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_a_pool_of_the_size_its_address_says_attaches(make_pool: Callable[..., Pool], tmp_path: Path) -> None:
+    pool = make_pool(100)
+    name = pool.path.name
+    link = tmp_path / name.replace("-test-", "-link-")
+    link.symlink_to(pool.path)
+    other = tmp_path / "secret"
+    other.write_bytes(b"x" * 4196)
+    renamed = tmp_path / name.replace("-test-", "-fake-")
+    renamed.write_bytes(b"x" * 4196)
+    addresses = [
+        PoolAddress(path=str(pool.path), num_bytes=101),
+        PoolAddress(path=str(pool.path), num_bytes=-4096),
+        PoolAddress(path=str(pool.path), num_bytes=100, channel=holder.CHANNELS),
+        PoolAddress(path=str(pool.path), num_bytes=100, channel=-1),
+        PoolAddress(path=str(link), num_bytes=100),
+        PoolAddress(path=str(other), num_bytes=100),
+        PoolAddress(path=str(renamed), num_bytes=100),
+        PoolAddress(path=str(tmp_path / "x" / ".." / name), num_bytes=100),
+        PoolAddress(path=name, num_bytes=100),
+        PoolAddress(path=str(pool.path) + "0", num_bytes=100),
+        PoolAddress(path=str(pool.path.with_name(name[:-1] + "g")), num_bytes=100),
+    ]
+    for address in addresses:
+        with pytest.raises(TransportError):
+            attach_pool(address)
+    pool.unlink()
+    pool.unlink()
+    with pytest.raises(TransportError, match="cannot be opened"):
+        attach_pool(pool.address())
+
+
+def test_a_view_outlives_the_pool_object_and_the_file(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(100)
+    view = pool.bytes_B[10:20]
+    view.fill_(5)
+    pool.close()
+    pool.close()
+    pool.unlink()
+    del pool
+    gc.collect()
+    assert view.eq(5).all()
+
+
+def test_the_sweep_removes_what_the_dead_left_and_nothing_else(make_pool: Callable[..., Pool], tmp_path: Path) -> None:
+    alive = make_pool(10)
+
+    def body() -> str:
+        return str(create_pool(10, label="dead", directory=tmp_path).path)
+
+    dead = Path(in_child(body))
+    name = alive.path.name
+    start = holder.start_time(os.getpid())
+    reused = tmp_path / name.replace(f"-{start}-", f"-{(start or 0) + 1}-")
+    elsewhere = tmp_path / dead.name.replace(f"-{holder.pid_namespace()}-", "-1-")
+    unrelated = tmp_path / "longprefill-notes"
+    for path in (reused, elsewhere, unrelated):
+        path.touch()
+    assert sorted(sweep_stale((tmp_path,))) == sorted((dead, reused))
+    assert sorted(tmp_path.iterdir()) == sorted((alive.path, elsewhere, unrelated))
+    assert sweep_stale((tmp_path,)) == []
+
+
+def test_start_times_tell_processes_apart() -> None:
+    assert holder.start_time(os.getpid()) == in_child(lambda: holder.start_time(os.getppid()))
+    assert holder.start_time(in_child(os.getpid)) is None
