@@ -1,7 +1,7 @@
 """A part of a group as a group of its own: the rows and the columns of a mesh, over the messages of their parent.
 
-Every rank of the parent makes the same calls on its own part in the same order, so the parts need no meeting of their own
-and the parent's deadline, ledger and checks hold for them.
+Every rank of the parent makes the same calls on its own part in the same order, so the parts need no meeting of their
+own and the parent's deadline, ledger and checks hold for them.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class Recorder:
     def experts(
         self, layer: int, config: MoeConfig, context: StepContext, logits_TE: torch.Tensor, routing: Routing
     ) -> Routing:
-        for n, fragment in enumerate(context.local):
-            rows = routing.expert_TA[context.offsets[n] : context.offsets[n + 1]]
+        for n, fragment in enumerate(context.runs):
+            rows = routing.expert_TA[context.run_offsets[n] : context.run_offsets[n + 1]]
             self.record["experts", layer, fragment.job, fragment.start] = rows.clone()
         return routing
 
@@ -103,8 +103,8 @@ class Replayer:
         self, layer: int, config: MoeConfig, context: StepContext, logits_TE: torch.Tensor, routing: Routing
     ) -> Routing:
         expert_TA = routing.expert_TA.clone()
-        for n, fragment in enumerate(context.local):
-            rows = slice(context.offsets[n], context.offsets[n + 1])
+        for n, fragment in enumerate(context.runs):
+            rows = slice(context.run_offsets[n], context.run_offsets[n + 1])
             expert_TA[rows] = self._rows("experts", layer, fragment.job, fragment.start, routing.expert_TA[rows])
         score_TE = torch.sigmoid(logits_TE) if config.scoring == "sigmoid" else torch.softmax(logits_TE, dim=-1)
         self.rows += expert_TA.shape[0]

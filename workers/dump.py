@@ -18,11 +18,11 @@ from longprefill.workers.prefill import PrefillRank
 def collect(rank: PrefillRank, job: int, logits_V: torch.Tensor | None, owner: int) -> dict[str, torch.Tensor]:
     """A collective: every rank of the group calls it. `owner` is the rank that has the logits. The result is complete
     on every rank."""
-    config = rank.model.config
-    state = rank.state(job)
+    config = rank.full_config
+    state = rank.whole_state(job)
     if logits_V is None:
         logits_V = torch.empty(config.vocab_size, dtype=torch.float32)
-    tensors = {"logits": rank.group.broadcast(logits_V, owner, op="dump")}
+    tensors = {"logits": rank.mesh.world.broadcast(logits_V, owner, op="dump")}
     for layer, spec in enumerate(config.layers):
         prefix = f"layers.{layer}."
         mixer = spec.mixer
@@ -50,12 +50,14 @@ def _unpooled(rank: PrefillRank, job: int, layer: int, mixer: MlaConfig) -> torc
     keys_TX = torch.cat([keys for *_, keys in entries]) if entries else torch.empty(0, width)
     ranges = [torch.arange(start, start + keys.shape[0]) for _, start, keys in entries]
     positions_T = torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
-    counts_R = torch.zeros(rank.group.size, dtype=torch.int64)
-    counts_R[rank.group.rank] = positions_T.numel()
-    ones = [1] * rank.group.size
-    counts = rank.group.all_gather_rows(counts_R[rank.group.rank : rank.group.rank + 1], ones, op="dump").tolist()
-    keys = rank.group.all_gather_rows(keys_TX.float(), counts, op="dump")
-    positions = rank.group.all_gather_rows(positions_T, counts, op="dump")
+    counts_R = torch.zeros(rank.mesh.world.size, dtype=torch.int64)
+    counts_R[rank.mesh.world.rank] = positions_T.numel()
+    ones = [1] * rank.mesh.world.size
+    counts = rank.mesh.world.all_gather_rows(
+        counts_R[rank.mesh.world.rank : rank.mesh.world.rank + 1], ones, op="dump"
+    ).tolist()
+    keys = rank.mesh.world.all_gather_rows(keys_TX.float(), counts, op="dump")
+    positions = rank.mesh.world.all_gather_rows(positions_T, counts, op="dump")
     if positions.sort().values.ne(torch.arange(rank.state(job).position)).any():
         raise RuntimeError(f"layer {layer}: index keys of job {job} were not all computed in this run")
     result = torch.empty_like(keys)

@@ -7,7 +7,7 @@ Call order: `open_job` (fresh or from a snapshot) - `run_step` for every step of
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,9 @@ from longprefill.kernels.backends import KernelTable
 from longprefill.partition.generators import LayoutKind, generate
 from longprefill.partition.layout import Layout, Slice
 from longprefill.workers.cache.pages import CachePool, JobCache
-from longprefill.workers.cache.states import BoundaryState, packed_bytes
+from longprefill.workers.cache.states import BoundaryState, kda_bytes, merge_states, pool_tail_bytes
+from longprefill.workers.mesh import Mesh
+from longprefill.workers.model.config import ModelConfig
 from longprefill.workers.model.layers.context import Choices, JobStep, StepContext
 from longprefill.workers.model.model import Model
 from longprefill.workers.trace import Tracer
@@ -64,9 +66,13 @@ class PrefillRank:
         tracer: Tracer,
         device: torch.device | None = None,
         keep_unpooled_keys: bool = False,
+        num_tp: int = 1,
+        full_config: ModelConfig | None = None,
     ) -> None:
+        """`model` has this rank's share of the weights, `full_config` describes the whole of it (None: the same)."""
         self.model = model
-        self.group = group
+        self.mesh = Mesh.over(group, num_tp)
+        self.full_config = full_config or model.config
         self.pool = pool
         self.kernels = kernels
         self.dtype = dtype
@@ -102,6 +108,29 @@ class PrefillRank:
         """The boundary state after the job's last step."""
         return self._jobs[job].state
 
+    @property
+    def group(self) -> Group:
+        """The world group; a new generation of it may be set between steps, open jobs stay."""
+        return self.mesh.world
+
+    @group.setter
+    def group(self, world: Group) -> None:
+        self.mesh = Mesh.over(world, self.mesh.tp.size)
+
+    def whole_state(self, job: int) -> BoundaryState:
+        """The job's boundary state with the heads of all tensor-parallel ranks. A collective of the TP group."""
+        state = self.state(job)
+        tp = self.mesh.tp
+        if tp.size == 1:
+            return state
+        packed = state.pack()
+        gathered = tp.all_gather_rows(packed, [packed.numel()] * tp.size, op="whole_state")
+        parts = [
+            BoundaryState.unpack(self.model.config, state.position, self.dtype, part)
+            for part in gathered.chunk(tp.size)
+        ]
+        return merge_states(parts, self.full_config)
+
     def num_tokens(self, job: int) -> int:
         """Length of the job's prompt."""
         return self._jobs[job].tokens.numel()
@@ -122,12 +151,13 @@ class PrefillRank:
             ValueError: a slice does not continue its job.
         """
         started = time.perf_counter()
-        layout = generate(plan.layout, plan.slices, self.group.size)
+        layout = generate(plan.layout, plan.slices, self.mesh.cp.size)
         ctx = self._context(plan, layout)
-        parts = [self._jobs[f.job].tokens[f.start : f.end] for f in ctx.local]
-        token_ids_T = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-        hidden_TD = self.model.forward(token_ids_T.to(self.device), ctx)
-        logits = self._logits(plan, hidden_TD, ctx)
+        parts = [self._jobs[run.job].tokens[run.start : run.end] for run in ctx.runs]
+        token_ids_S = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        hidden_SD = self.model.forward(token_ids_S.to(self.device), ctx)
+        logits = self._logits(plan, hidden_SD, ctx)
+        self._keep_unpooled_keys(ctx)
         with self.tracer.span("boundary_state", "collective"):
             states = self._replicate_states(ctx)
         for job, state in states.items():
@@ -146,45 +176,79 @@ class PrefillRank:
             jobs[part.job] = JobStep(slice=part, cache=job.cache, before=job.state, after=after)
         return StepContext(
             layout=layout,
-            rank=self.group.rank,
-            group=self.group,
+            mesh=self.mesh,
             kernels=self.kernels,
             dtype=self.dtype,
             pool=self.pool,
             jobs=jobs,
             tracer=self.tracer,
             exchange=plan.exchange,
+            row_align=self.model.largest_pool,
             choices=self.choices,
             unpooled_keys={} if self.keep_unpooled_keys else None,
         )
 
-    def _logits(self, plan: StepPlan, hidden_TD: torch.Tensor, ctx: StepContext) -> dict[int, torch.Tensor]:
-        result: dict[int, torch.Tensor] = {}
-        for n, fragment in enumerate(ctx.local):
-            if fragment.job in plan.logits_of and ctx.is_last(fragment):
-                row = ctx.offsets[n + 1] - 1
-                result[fragment.job] = self.model.logits(hidden_TD[row : row + 1], ctx)[0]
+    def _logits(self, plan: StepPlan, hidden_SD: torch.Tensor, ctx: StepContext) -> dict[int, torch.Tensor]:
+        """Of the jobs that end here: on every tensor-parallel rank of the group that owns their last fragment."""
+        owned = [job for job in plan.logits_of if ctx.layout.chain(job)[-1].rank == self.mesh.cp.rank]
+        last_rows = {run.job: ctx.run_offsets[n + 1] - 1 for n, run in enumerate(ctx.runs) if ctx.is_last(run)}
+        own_rows = [last_rows[job] for job in owned if job in last_rows]
+        counts = [0] * self.mesh.tp.size
+        for tp_rank in range(self.mesh.tp.size):
+            runs = ctx.shards.runs(self.mesh.cp.rank * self.mesh.tp.size + tp_rank)
+            counts[tp_rank] = sum(run.job in owned and ctx.is_last(run) for run in runs)
+        hidden_JD = self.mesh.tp.all_gather_rows(hidden_SD[own_rows], counts, op="last_rows")
+        logits_JV = self.model.logits(hidden_JD, ctx)
+        # the gather is in rank order: the jobs of a rank's runs, rank by rank
+        jobs = [
+            run.job
+            for tp_rank in range(self.mesh.tp.size)
+            for run in ctx.shards.runs(self.mesh.cp.rank * self.mesh.tp.size + tp_rank)
+            if run.job in owned and ctx.is_last(run)
+        ]
+        return {job: logits_JV[n] for n, job in enumerate(jobs)}
+
+    def _keep_unpooled_keys(self, ctx: StepContext) -> None:
         for layer, entries in (ctx.unpooled_keys or {}).items():
             for entry in entries:
                 self._jobs[entry[0]].unpooled_keys.setdefault(layer, []).append(entry)
-        return result
 
     def _replicate_states(self, ctx: StepContext) -> dict[int, BoundaryState]:
-        """Every rank gets every job's new state, bit for bit, from the rank that owns the job's last fragment."""
+        """Every rank gets every job's new state, bit for bit: the KDA states (its heads of them) from the rank that
+        owns the job's last fragment, the incomplete pools from the rank that owns its last run."""
         config = self.model.config
-        owned: list[list[int]] = [[] for _ in range(ctx.layout.num_ranks)]
-        for job in ctx.jobs:
-            owned[ctx.layout.chain(job)[-1].rank].append(job)
-        sizes = {job: packed_bytes(config, step.slice.end, self.dtype) for job, step in ctx.jobs.items()}
-        parts = [ctx.jobs[job].after.pack() for job in owned[ctx.rank]]
-        local = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-        counts = [sum(sizes[job] for job in jobs) for jobs in owned]
-        gathered = self.group.all_gather_rows(local, counts, op="boundary_state") if any(counts) else local
-        states: dict[int, BoundaryState] = {}
-        offset = 0
-        for jobs in owned:
-            for job in jobs:
-                packed = gathered[offset : offset + sizes[job]]
-                states[job] = BoundaryState.unpack(config, ctx.jobs[job].slice.end, self.dtype, packed)
-                offset += sizes[job]
-        return states
+        fragment_owner = {job: ctx.layout.chain(job)[-1].rank for job in ctx.jobs}
+        run_owner = {
+            run.job: rank for rank in range(ctx.shards.num_world) for run in ctx.shards.runs(rank) if ctx.is_last(run)
+        }
+        kda_size = kda_bytes(config, self.dtype)
+        tail_sizes = {job: pool_tail_bytes(config, step.slice.end) for job, step in ctx.jobs.items()}
+        states = {job: step.after for job, step in ctx.jobs.items()}
+        kda = _replicate(
+            self.mesh.cp, fragment_owner, dict.fromkeys(ctx.jobs, kda_size), lambda job: states[job].pack_kda()
+        )
+        tails = _replicate(self.mesh.world, run_owner, tail_sizes, lambda job: states[job].pack_pool_tails())
+        return {
+            job: BoundaryState.unpack(config, step.slice.end, self.dtype, torch.cat((kda[job], tails[job])))
+            for job, step in ctx.jobs.items()
+        }
+
+
+def _replicate(
+    group: Group, owner: Mapping[int, int], sizes: Mapping[int, int], packed: Callable[[int], torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """Byte strings of all jobs on every rank of the group, each from the rank that owns it."""
+    owned = [[job for job in sizes if owner[job] == rank] for rank in range(group.size)]
+    counts = [sum(sizes[job] for job in jobs) for jobs in owned]
+    empty = torch.empty(0, dtype=torch.uint8)
+    if not any(counts):
+        return dict.fromkeys(sizes, empty)
+    parts = [packed(job) for job in owned[group.rank]]
+    gathered = group.all_gather_rows(torch.cat(parts) if parts else empty, counts, op="boundary_state")
+    result: dict[int, torch.Tensor] = {}
+    offset = 0
+    for jobs in owned:
+        for job in jobs:
+            result[job] = gathered[offset : offset + sizes[job]]
+            offset += sizes[job]
+    return result

@@ -1,6 +1,6 @@
 """A model on one rank: embedding, layers, final norm and head over this rank's rows of a step.
 
-T local rows, D hidden
+S own rows, J jobs, V vocabulary, D hidden
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from longprefill.workers.model.config import DenseConfig, KdaConfig, LayerConfig, ModelConfig
+from longprefill.partition.shards import even_ranges
+from longprefill.workers.model.config import DenseConfig, KdaConfig, LayerConfig, MlaConfig, ModelConfig
 from longprefill.workers.model.layers.attention import AttentionLayer
 from longprefill.workers.model.layers.context import StepContext
 from longprefill.workers.model.layers.feed_forward import DenseLayer, MoeLayer
@@ -35,10 +36,10 @@ class Model:
             if name.endswith("_res.query")
         }
 
-    def forward(self, token_ids_T: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """All layers over this rank's rows; returns what the final norm reads, [T, D]. Caches and states are updated in
-        `ctx`."""
-        stream = self._stream(self.embed[token_ids_T], ctx)
+    def forward(self, token_ids_S: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """All layers over this rank's own rows; returns what the final norm reads, [S, D]. Caches and states are
+        updated in `ctx`."""
+        stream = self._stream(self.embed[token_ids_S], ctx)
         for n, layer in enumerate(self.layers):
             with ctx.tracer.span(layer.name, "layer", layer=n):
                 x_TD = ctx.kernels.norm.rms_norm(stream.mixer_input(n), layer.mixer_norm, self.config.norm_eps)
@@ -47,10 +48,22 @@ class Model:
                 stream.add(layer.ffn.forward(x_TD, ctx))
         return stream.final()
 
-    def logits(self, hidden_TD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """fp32 logits [T, vocab] of rows of `forward`'s result."""
-        normed = ctx.kernels.norm.rms_norm(hidden_TD, self.final_norm, self.config.norm_eps)
-        return F.linear(normed, self.head).float()
+    def logits(self, hidden_JD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """fp32 logits [J, V] of rows of `forward`'s result, the same rows on every rank of the TP group, each of which
+        has a part of the head."""
+        normed = ctx.kernels.norm.rms_norm(hidden_JD, self.final_norm, self.config.norm_eps)
+        part_JV = F.linear(normed, self.head).float()
+        if ctx.mesh.tp.size == 1:
+            return part_JV
+        counts = [len(part) for part in even_ranges(self.config.vocab_size, ctx.mesh.tp.size)]
+        return ctx.mesh.tp.all_gather_rows(part_JV.T.contiguous(), counts, op="logits").T.contiguous()
+
+    @property
+    def largest_pool(self) -> int:
+        """Tokens of the largest k-pool of any layer: 1 without pooling."""
+        mixers = [layer.mixer for layer in self.config.layers]
+        indexers = [mixer.indexer for mixer in mixers if isinstance(mixer, MlaConfig) and mixer.indexer is not None]
+        return max((indexer.pool for indexer in indexers), default=1)
 
     def _stream(self, embedding_TD: torch.Tensor, ctx: StepContext) -> ResidualStream:
         if self.config.residual is None:

@@ -1,7 +1,7 @@
 """Kimi Delta Attention under context parallelism, exact for any layout.
 
-    T local rows, D hidden, C conv channels (q | k | v), W conv width, H q/k heads, G value heads, K key dim, V value
-    dim, N local fragments
+    T local rows, S own rows, D hidden, C conv channels (q | k | v), W conv width, H q/k heads, G value heads, K key
+    dim, V value dim, N local fragments
 
 1. halo: the last W - 1 normed input rows before each fragment travel and the receiver projects them again; before the
    step's start the projected rows come from the boundary state;
@@ -36,9 +36,10 @@ class KdaLayer:
         self.a_log_G = weights["kda.a_log"].float()
         self.dt_bias_GK = weights["kda.dt_bias"].float().view(config.num_value_heads, config.key_dim)
 
-    def forward(self, x_TD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """x is normed; returns the mixer's output [T, D]."""
+    def forward(self, x_SD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """x [S, D] are the normed own rows; returns the mixer's output for them."""
         config = self.config
+        x_TD = ctx.gather_rows(x_SD, op="tp_gather")
         with ctx.tracer.span("kda.project"):
             halo = Halo(x_TD, config.conv_width - 1, ctx)
             raw_TC = F.linear(x_TD, self.qkv_CD)
@@ -55,7 +56,8 @@ class KdaLayer:
             normed = ctx.kernels.norm.gated_rms_norm(
                 out_TGV, self._output_gate(x_TD), self.weights["kda.o_norm"], config.norm_eps
             )
-            return F.linear(normed.flatten(1), self.weights["kda.o_proj"])
+            mixed_TD = F.linear(normed.flatten(1), self.weights["kda.o_proj"])
+        return ctx.scatter_sum(mixed_TD, op="tp_scatter_sum")
 
     def _split(self, mixed_TC: torch.Tensor, ctx: StepContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         config = self.config
@@ -163,9 +165,9 @@ class Halo:
         self.plan = ctx.halo_plan(width)
         hidden = x_TD.shape[1]
         self.received = {}
-        if ctx.group.size > 1:
+        if ctx.mesh.cp.size > 1:
             with ctx.tracer.span("kda.halo", "collective"):
-                self.received = ctx.group.exchange(
+                self.received = ctx.mesh.cp.exchange(
                     {peer: x_TD[list(rows)] for peer, rows in self.plan.sends.items()},
                     {peer: (len(slots), hidden) for peer, slots in self.plan.receives.items()},
                     dtype=x_TD.dtype,

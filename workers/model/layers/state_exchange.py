@@ -52,7 +52,7 @@ def all_gather(
     if not any(counts):
         return {}
     parts: list[torch.Tensor] = []
-    for fragment in senders[ctx.rank]:
+    for fragment in senders[ctx.mesh.cp.rank]:
         summary = published[fragment]
         parts.append(summary.state_GKV.reshape(-1))
         if fragment.order > 0:
@@ -60,7 +60,7 @@ def all_gather(
             parts.append(summary.state_GKV.new_zeros(transition_size) if transition is None else transition.reshape(-1))
     local = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32)
     with ctx.tracer.span("kda.summaries", "collective"):
-        gathered = ctx.group.all_gather_rows(local, counts, op="kda_summaries")
+        gathered = ctx.mesh.cp.all_gather_rows(local, counts, op="kda_summaries")
 
     received: dict[Fragment, Summary] = {}
     offset = 0
@@ -83,7 +83,7 @@ def _fold_chains(received: Mapping[Fragment, Summary], ctx: StepContext) -> dict
         last_needed = max(fragment.order for fragment in ctx.local if fragment.job == job)
         state: torch.Tensor | None = None
         for fragment in ctx.layout.chain(job)[: last_needed + 1]:
-            if fragment.order > 0 and fragment.rank == ctx.rank:
+            if fragment.order > 0 and fragment.rank == ctx.mesh.cp.rank:
                 assert state is not None
                 incoming[fragment] = state
             if fragment.order < last_needed:
