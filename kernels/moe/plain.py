@@ -65,7 +65,7 @@ def route(
 
 def experts(
     x_TD: torch.Tensor, routing: Routing, gate_up_EJD: torch.Tensor, down_EDF: torch.Tensor, *, activation: str,
-    clamp: float | None = None,
+    clamp: float | None = None, out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """sum over a token's experts of weight * down(act(gate) * up).
 
@@ -78,7 +78,7 @@ def experts(
         clamp: gate is cut above it and up beyond it on both sides, before the activation; None: neither.
 
     Returns:
-        [T, D] in x's dtype. The sum runs in ascending expert order whatever the order of the slots, in every run.
+        [T, D] in `out_dtype`, x's if left out. The sum runs in ascending expert order whatever the order of the slots, in every run.
 
     Raises:
         ValueError: unknown activation, or an expert number outside [-1, E).
@@ -86,12 +86,13 @@ def experts(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: experts use {' or '.join(ACTIVATIONS)}")
     act = ACTIVATIONS[activation]
+    out_dtype = out_dtype or x_TD.dtype
     precision = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
     sum_TD = torch.zeros_like(x_TD, dtype=precision)
     num_slots = routing.expert_TA.shape[1]
     chosen = routing.expert_TA.reshape(-1)
     if chosen.numel() == 0:
-        return sum_TD.to(x_TD.dtype)
+        return sum_TD.to(out_dtype)
     if int(chosen.min()) < -1 or int(chosen.max()) >= len(gate_up_EJD):
         raise ValueError(
             f"experts {int(chosen.min())} to {int(chosen.max())} are routed: this call holds 0 to "
@@ -114,7 +115,7 @@ def experts(
         out_MD = functional.linear(hidden_MF, down_EDF[expert]).to(precision)
         # A token comes once per expert at most: a call adds one summand to a row, and calls follow the experts' order.
         sum_TD.index_add_(0, tokens_M, out_MD.mul_(weights[slots_M, None]))
-    return sum_TD.to(x_TD.dtype)
+    return sum_TD.to(out_dtype)
 
 
 def _best_first(scores_TE: torch.Tensor) -> torch.Tensor:

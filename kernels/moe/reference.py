@@ -37,9 +37,10 @@ def route(
 
 def experts(
     x_TD: torch.Tensor, routing: Routing, gate_up_EJD: torch.Tensor, down_EDF: torch.Tensor, *, activation: str,
-    clamp: float | None = None,
+    clamp: float | None = None, out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """[T, D] in x's dtype: the weighted sum of each token's experts in ascending expert order; -1 adds none."""
+    """[T, D] in `out_dtype`, x's if left out: the weighted sum of each token's experts in ascending expert order; -1 adds none."""
+    out_dtype = out_dtype or x_TD.dtype
     precision = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
     act = {"silu": functional.silu, "gelu": functional.gelu}[activation]
     sum_TD = torch.zeros_like(x_TD, dtype=precision)
@@ -50,4 +51,4 @@ def experts(
                 if clamp is not None:
                     gate_F, up_F = gate_F.clamp(max=clamp), up_F.clamp(-clamp, clamp)
                 sum_TD[t] += weight * (down_EDF[expert].to(precision) @ (act(gate_F) * up_F))
-    return sum_TD.to(x_TD.dtype)
+    return sum_TD.to(out_dtype)
