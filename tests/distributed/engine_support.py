@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,10 +181,10 @@ def leavings(rank: PrefillRank, job: int) -> Outcome:
 def run(
     engine: Engine, jobs: Sequence[Job], steps: Steps, *, cp: int = 1, layout: LayoutKind = "zigzag",
     exchange: str = "all_gather", record: Record | None = None, export_to: Path | None = None, permuted: bool = True,
-    fill: int = 0xFF,
+    fill: int = 0xFF, read: Callable[[PrefillRank, int], Outcome] | None = None,
 ) -> Run:  # fmt: skip
     """Runs jobs on `cp` ranks. Records choices, or replays `record`. `export_to` is a folder for a snapshot of every
-    job (its number, ".safetensors"), written by the last rank.
+    job (its number, ".safetensors"), written by the last rank. `read` says what a job leaves on a rank (`leavings`).
 
     Raises:
         AssertionError: the ranks do not agree bit for bit, or a job's logits are not on exactly one rank.
@@ -201,7 +201,7 @@ def run(
             for job in jobs:
                 path = str(export_to / f"{job.number}.safetensors")
                 write_snapshot(path, engine.identity, job.tokens, rank.state(job.number), rank.cache(job.number), None)
-        return logits, {job.number: leavings(rank, job.number) for job in jobs}, choices
+        return logits, {job.number: (read or leavings)(rank, job.number) for job in jobs}, choices
 
     ranks = run_ranks(cp, on_rank, timeout_s=60.0)
     result = Run(outcomes={job.number: dict(ranks[0][1][job.number]) for job in jobs})
