@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -16,11 +17,12 @@ from longprefill.orchestrator.errors import RunFailed
 from longprefill.partition.errors import UserError
 
 P = ParamSpec("P")
+UsageError = typer.BadParameter.__base__
+"""What the option parser raises for any wrong call; typer has had two homes for it."""
 
 app = typer.Typer(
     name="longprefill",
     help="Exact context-parallel prefill of very long prompts for hybrid KDA + DSA language models.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -44,6 +46,10 @@ def user_facing(command: Callable[P, None]) -> Callable[P, None]:
             _end(str(error), 1)
         except KeyboardInterrupt:
             _end("interrupted", 130)
+        except BrokenPipeError:
+            # whoever read our output has left; what is still buffered must not fail again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(141)
 
     return wrapped
 
@@ -123,4 +129,13 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 def main() -> None:
     """Entry point of the `longprefill` command."""
-    app()
+    if len(sys.argv) < 2:
+        sys.argv.append("--help")
+    try:
+        code = app(standalone_mode=False)
+    except UsageError as error:
+        command = "longprefill" if error.ctx is None else error.ctx.command_path
+        _end(f"{error.format_message().rstrip('.')}: see {command} --help", 2)
+    except (typer.Abort, KeyboardInterrupt):
+        _end("interrupted", 130)
+    sys.exit(code if isinstance(code, int) else 0)

@@ -11,6 +11,9 @@ Workers are kept between jobs. Leaving the block ends every process it started.
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,17 +27,20 @@ from longprefill.orchestrator.errors import RunFailed
 from longprefill.orchestrator.plan import (
     ClusterSettings,
     check_fits,
+    check_pool_room,
     check_prompt_length,
     step_tokens_for,
 )
+from longprefill.orchestrator.ray_runtime import LocalRay, worker_environment
 from longprefill.orchestrator.report import HandoffReport, StepDone
-from longprefill.partition.errors import PromptError
+from longprefill.partition.errors import PromptError, UserError
 from longprefill.partition.layout import Slice
 from longprefill.partition.steps import pack_jobs
-from longprefill.workers.decode import Sampling, Token
 from longprefill.workers.model.config import ModelConfig
 from longprefill.workers.model.families.registry import read_config
-from longprefill.workers.model.weights import check_weights, fingerprint
+from longprefill.workers.model.pieces import check_weights
+from longprefill.workers.model.stored import fingerprint
+from longprefill.workers.sampling import Sampling, Token
 
 
 @dataclass(kw_only=True)
@@ -65,25 +71,32 @@ class LocalCluster:
     """
 
     def __init__(self, model: str | Path, *, decode: bool = True, **settings: Any) -> None:
-        self.settings = ClusterSettings(model_dir=str(model), **settings)
+        self.settings = ClusterSettings(model_dir=str(Path(model).absolute()), **settings)
         self.config: ModelConfig = read_config(model)
         check_weights(model, self.config)
         self.fingerprint = fingerprint(model)
         step_tokens = step_tokens_for(self.settings, self.config, self.settings.max_tokens)
         self.memory = check_fits(self.settings, self.config, step_tokens, num_decode=int(decode))
+        check_pool_room(self.settings, self.config, num_ranks=self.settings.cp + int(decode))
         self.startup_s = 0.0
         self._has_decode = decode
+        self._ray = LocalRay()
         self._workers: Any = None
         self._jobs: dict[int, np.ndarray] = {}
         self._next_job = 0
 
     def start(self) -> LocalCluster:
-        """Starts Ray and the workers; entering the context does it."""
-        from longprefill.orchestrator.groups import LocalWorkers
-
+        """Starts Ray and the workers; entering the context does it. Does nothing when they run already."""
+        if self._workers is not None:
+            return self
         started = time.perf_counter()
-        self._workers = LocalWorkers(self.settings, self.config, self.fingerprint, has_decode=self._has_decode)
+        settings = self.settings
         try:
+            self._ray.start(settings.cp + 1, worker_environment(settings.threads_per_rank))
+            # imported here: it loads torch, while Ray's workers start
+            from longprefill.orchestrator.groups import LocalWorkers
+
+            self._workers = LocalWorkers(settings, self.config, self.fingerprint, has_decode=self._has_decode)
             self._workers.start()
         except BaseException:
             self.close()
@@ -92,13 +105,17 @@ class LocalCluster:
         return self
 
     def close(self) -> None:
-        """Ends every process and removes every file this cluster made; a second call does nothing."""
-        workers, self._workers = self._workers, None
-        if workers is not None:
-            workers.close()
+        """Ends every process and removes every file this cluster made; a second call does nothing. Interrupts wait
+        until it is through, a few seconds at most."""
+        with _uninterrupted():
+            workers, self._workers = self._workers, None
+            self._jobs.clear()
+            if workers is not None:
+                workers.close()
+            self._ray.stop()
 
     def __enter__(self) -> LocalCluster:
-        return self.start() if self._workers is None else self
+        return self.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -136,10 +153,11 @@ class LocalCluster:
         """Prefills several prompts; short ones share steps. Raises as `prefill`."""
         arrays = [self._checked(tokens, max_new_tokens) for tokens in prompts]
         results: list[PrefillResult] = []
-        for array in arrays:
-            results.append(self._open(array, len(array) + max_new_tokens if handoff else len(array), None))
-        jobs = [Slice(job=result.job, start=0, end=result.num_tokens) for result in results]
-        return self._run(results, jobs, handoff=handoff, on_step=on_step, step_tokens=step_tokens)
+        with self._abandoning(results):
+            for array in arrays:
+                results.append(self._open(array, len(array) + max_new_tokens if handoff else len(array), None))
+            jobs = [Slice(job=result.job, start=0, end=result.num_tokens) for result in results]
+            return self._run(results, jobs, handoff=handoff, on_step=on_step, step_tokens=step_tokens)
 
     def run_until(
         self, tokens: Sequence[int] | np.ndarray, stop: int, *, step_tokens: int | None = None
@@ -148,7 +166,8 @@ class LocalCluster:
         array = self._checked(tokens, 0)
         result = self._open(array, len(array), None)
         jobs = [Slice(job=result.job, start=0, end=min(stop, len(array)))]
-        return self._run([result], jobs, handoff=False, on_step=None, step_tokens=step_tokens)[0]
+        with self._abandoning([result]):
+            return self._run([result], jobs, handoff=False, on_step=None, step_tokens=step_tokens)[0]
 
     def resume(
         self,
@@ -164,41 +183,63 @@ class LocalCluster:
         Raises:
             UserError: the snapshot is of another model, dtype or format.
         """
-        header = self._workers.read_snapshot(str(snapshot))
+        path = str(Path(snapshot).absolute())
+        header = self._running.read_snapshot(path)
         array = self._checked(header.tokens_T.numpy(), max_new_tokens)
-        result = self._open(array, len(array) + max_new_tokens if handoff else len(array), str(snapshot))
+        result = self._open(array, len(array) + max_new_tokens if handoff else len(array), path)
         jobs = [Slice(job=result.job, start=header.position, end=len(array))] if header.position < len(array) else []
-        return self._run([result], jobs, handoff=handoff, on_step=on_step, step_tokens=step_tokens)[0]
+        with self._abandoning([result]):
+            return self._run([result], jobs, handoff=handoff, on_step=on_step, step_tokens=step_tokens)[0]
 
     def generate(self, job: int, sampling: Sampling) -> Iterator[Token]:
-        """Streams the tokens that the decode worker samples for a handed-over job.
+        """Streams the tokens that the decode worker samples for a handed-over job; leaving the loop stops it too.
 
         Raises:
+            UserError: the job was not handed over.
             RunFailed: the decode worker died or hung.
         """
-        return self._workers.generate(job, sampling)
+        return self._running.generate(job, sampling)
 
     def dump(self, job: int, path: str | Path) -> None:
         """Writes logits, cache rows and states of a finished job as safetensors (workers/dump.py lists them)."""
-        self._workers.dump(job, str(path))
+        self._running.dump(job, str(Path(path).absolute()))
 
     def final_tensors(self, job: int) -> dict[str, np.ndarray]:
         """What `dump` writes, as fp32 arrays by name."""
-        return self._workers.final_tensors(job)
+        return self._running.final_tensors(job)
 
     def export_job(self, job: int, path: str | Path) -> None:
         """Writes a snapshot that a cluster with any number of ranks resumes from."""
-        self._workers.export_job(job, str(path), self._jobs[job])
+        self._running.export_job(job, str(Path(path).absolute()), self._jobs[job])
 
     def close_job(self, job: int) -> None:
         """Forgets a job everywhere; its pages become free."""
+        if job not in self._jobs:
+            raise UserError(f"job {job} is not open: open are {sorted(self._jobs)}")
+        self._running.close_job(job)
         del self._jobs[job]
-        self._workers.close_job(job)
 
     @property
     def workers(self) -> Any:
         """The running workers (orchestrator/groups.py): statistics, recorded choices."""
         return self._workers
+
+    @property
+    def _running(self) -> Any:
+        if self._workers is None:
+            raise UserError("the cluster is not running: use it as a context manager, or call start() first")
+        return self._workers
+
+    @contextlib.contextmanager
+    def _abandoning(self, results: list[PrefillResult]) -> Iterator[None]:
+        """What fails in the block gives its pages back; the cluster takes further jobs if its workers live."""
+        try:
+            yield
+        except (UserError, RunFailed):
+            for result in results:
+                self._running.abandon_job(result.job)
+                self._jobs.pop(result.job, None)
+            raise
 
     def _checked(self, tokens: Sequence[int] | np.ndarray, max_new_tokens: int) -> np.ndarray:
         array = np.asarray(tokens)
@@ -215,7 +256,7 @@ class LocalCluster:
 
     def _open(self, array: np.ndarray, max_tokens: int, snapshot: str | None) -> PrefillResult:
         job, self._next_job = self._next_job, self._next_job + 1
-        self._workers.open_job(job, array, max_tokens, snapshot)
+        self._running.open_job(job, array, max_tokens, snapshot)
         self._jobs[job] = array
         return PrefillResult(job=job, num_tokens=len(array), accepted_at=time.perf_counter())
 
@@ -229,7 +270,9 @@ class LocalCluster:
         step_tokens: int | None,
     ) -> list[PrefillResult]:
         if handoff and not self._has_decode:
-            raise RunFailed("this cluster has no decode worker: start it with decode=True")
+            raise UserError(
+                "this cluster has no decode worker: start it with decode=True, or prefill with handoff=False"
+            )
         if step_tokens is None:
             longest = max((job.num_tokens for job in jobs), default=1)
             step_tokens = step_tokens_for(self.settings, self.config, longest)
@@ -258,3 +301,17 @@ class LocalCluster:
             for result in results:
                 result.handoff = self._workers.finish_handoff(result.job, result.num_tokens)
         return results
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Holds SIGINT and SIGTERM back: half a clean-up leaves processes behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -7,6 +7,8 @@ a watch over the workers.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from longprefill.comms.manifest import LayerCounts
@@ -23,8 +25,7 @@ from longprefill.comms.torch_group import GroupSpec, create_store
 from longprefill.comms.transport.base import TransportError
 from longprefill.comms.transport.holder import Pool, create_pool, sweep_stale
 from longprefill.orchestrator.errors import RunFailed
-from longprefill.orchestrator.plan import ClusterSettings
-from longprefill.orchestrator.ray_runtime import start_local_ray, worker_environment
+from longprefill.orchestrator.plan import NUM_SLOTS, ClusterSettings
 from longprefill.orchestrator.report import HandoffReport
 from longprefill.orchestrator.watch import Watch, Watched, end_process
 from longprefill.partition.errors import UserError
@@ -40,13 +41,11 @@ from longprefill.workers.prefill import StepPlan
 from longprefill.workers.snapshot import SnapshotHeader, SnapshotIdentity, read_header
 from longprefill.workers.spec import WorkerInfo, WorkerSpec, WorkerStats
 
-NUM_SLOTS = 8
-"""Jobs whose states and logits can be on their way to the decode worker at once."""
-PLACEMENT_TIMEOUT_S = 60.0
+logger = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 600.0
 HANDOFF_TIMEOUT_S = 120.0
 HANDOFF_ATTEMPTS = 2
-STOP_TIMEOUT_S = 5.0
 
 
 @dataclass(kw_only=True)
@@ -83,7 +82,8 @@ class LocalWorkers:
         self._placement: Any = None
         self._watch = Watch(settings.heartbeat_timeout_s)
         self._generation = 0
-        self._ray_started = False
+        self._is_group_broken = False
+        self._num_streams = 0
         self._jobs: dict[int, _OpenJob] = {}
         self._formats = CacheFormats(latent=settings.latent, index_key=settings.index)
         self._kinds = cache_kinds(config, self._formats)
@@ -95,26 +95,23 @@ class LocalWorkers:
     # ---- start and end ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Ray, placement, processes, models, the group: all or nothing.
+        """Placement, processes, models, the group, in a Ray that is up: all or nothing.
 
         Raises:
-            UserError: the request cannot be placed, or a worker refuses the model.
+            UserError: no room for the cache pools, or a worker refuses the model.
             RunFailed: a worker did not start.
         """
-        settings = self.settings
-        start_local_ray(settings.cp + 1)
-        self._ray_started = True
-        sweep_stale()
-        self._placement = self._reserve()
-        options = {
-            "num_cpus": 1,
-            "runtime_env": {"env_vars": worker_environment(settings.threads_per_rank)},
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._placement),
+        # Ray has a logical CPU for every worker, so the group's place is sure and actors need not wait for it
+        self._placement = placement_group([{"CPU": 1}] * self.settings.cp, strategy="PACK")
+        in_group = PlacementGroupSchedulingStrategy(self._placement)
+        actors = {
+            f"prefill rank {rank}": PrefillActor.options(num_cpus=1, scheduling_strategy=in_group).remote()
+            for rank in range(self.settings.cp)
         }
-        actors = {f"prefill rank {rank}": PrefillActor.options(**options).remote() for rank in range(settings.cp)}
         if self.has_decode:
-            decode_options = {"num_cpus": 1, "runtime_env": options["runtime_env"]}
-            actors["decode worker"] = DecodeActor.options(**decode_options).remote()
+            actors["decode worker"] = DecodeActor.options(num_cpus=1).remote()
+        sweep_stale()
+        specs = {label: self._spec(label) for label in actors}
         described = self._watch.wait(
             {label: actor.describe.remote() for label, actor in actors.items()}, deadline_s=START_TIMEOUT_S
         )
@@ -125,10 +122,9 @@ class LocalWorkers:
                 self.decode = worker
             else:
                 self.prefill.append(worker)
-        calls = {worker.label: worker.actor.start.remote(self._spec(worker.label)) for worker in self.prefill}
-        if self.decode is not None:
-            calls[self.decode.label] = self.decode.actor.start.remote(self._spec(self.decode.label))
-        self.info = self._watch.wait(calls, deadline_s=START_TIMEOUT_S)
+        self.info = self._watch.wait(
+            {label: actor.start.remote(specs[label]) for label, actor in actors.items()}, deadline_s=START_TIMEOUT_S
+        )
         self.form_group()
 
     def form_group(self) -> None:
@@ -152,19 +148,15 @@ class LocalWorkers:
             for rank, worker in enumerate(self.prefill)
         }
         self._call_prefill("join", lambda worker: (specs[worker.label],))
+        self._is_group_broken = False
 
     def close(self) -> None:
-        """Ends every worker, Ray and the pool files."""
+        """Ends every worker and removes the pool files. Ray itself is its owner's to end."""
         pids = [worker.pid for worker in (*self.prefill, *([self.decode] if self.decode else []))]
         self._watch.clear()
         self.prefill, self.decode = [], None
-        if self._ray_started:
-            if self._placement is not None and ray.is_initialized():
-                remove_placement_group(self._placement)
-            ray.shutdown()
-            self._ray_started = False
         for pid in pids:
-            end_process(pid)  # a stopped process survives Ray's own end
+            end_process(pid)  # at once, and a stopped process too, which would survive Ray's own end
         for pool in self._pools:
             pool.unlink()
             pool.close()
@@ -172,17 +164,6 @@ class LocalWorkers:
         if self._store is not None:
             self._store.close()
             self._store = None
-
-    def _reserve(self) -> Any:
-        group = placement_group([{"CPU": 1}] * self.settings.cp, strategy="PACK")
-        ready, _ = ray.wait([group.ready()], timeout=PLACEMENT_TIMEOUT_S)
-        if not ready:
-            raise UserError(
-                f"{self.settings.cp} prefill ranks cannot be placed: Ray offers "
-                f"{ray.cluster_resources().get('CPU', 0):.0f} "
-                "logical CPUs: use a smaller --cp"
-            )
-        return group
 
     def _spec(self, label: str) -> WorkerSpec:
         settings = self.settings
@@ -210,19 +191,31 @@ class LocalWorkers:
     # ---- jobs and steps -----------------------------------------------------------------------------------------
 
     def open_job(self, job: int, tokens: np.ndarray, max_tokens: int, snapshot: str | None) -> None:
-        """Gives a job pages and its prompt to all ranks."""
+        """Gives a job pages and its prompt to all ranks. After a failure the ranks meet anew first.
+
+        Raises:
+            UserError: not enough pages, or the snapshot cannot be used; the job is not open then.
+            RunFailed: a worker died, hung or failed.
+        """
+        if self._is_group_broken:
+            self.form_group()
         table = self._prefill_pages.allocate(job, len(tokens))
+        self._jobs[job] = opened = _OpenJob(table=table, num_tokens=len(tokens), max_tokens=max_tokens)
         prompt = ray.put(tokens)
-        positions = self._call_prefill("open_job", lambda worker: (job, prompt, table, snapshot))
-        is_done = all(position == len(tokens) for position in positions.values())
-        self._jobs[job] = _OpenJob(
-            table=table, num_tokens=len(tokens), max_tokens=max_tokens, logits_owner=0 if is_done else None
-        )
+        try:
+            positions = self._call_prefill("open_job", lambda worker: (job, prompt, table, snapshot))
+        except (UserError, RunFailed):
+            self.abandon_job(job)
+            raise
+        if all(position == len(tokens) for position in positions.values()):
+            opened.logits_owner = 0
 
     def run_step(self, slices: tuple[Slice, ...], ending: tuple[int, ...]) -> tuple[float, ...]:
         """One step on all ranks; the seconds each rank measured. `ending` are the jobs that finish with it."""
         plan = StepPlan(slices=slices, layout=self.settings.layout, exchange="all_gather", logits_of=ending)
+        self._is_group_broken = True  # until all ranks are through
         reports: dict[str, StepReport] = self._call_prefill("run_step", lambda worker: (plan,))
+        self._is_group_broken = False
         for report in reports.values():
             for job in report.has_logits:
                 self._jobs[job].logits_owner = report.rank
@@ -231,12 +224,19 @@ class LocalWorkers:
 
     def close_job(self, job: int) -> None:
         """Frees a job's pages on both sides."""
-        opened = self._jobs.pop(job)
+        opened = self._jobs[job]
+        self._call_prefill("close_job", lambda worker: (job,))
+        self._prefill_pages.release(job)
         if opened.handoff is not None and self.decode is not None:
             self._watch.wait({self.decode.label: self.decode.actor.release.remote(job)})
             self._decode_pages.release(job)
-        self._call_prefill("close_job", lambda worker: (job,))
-        self._prefill_pages.release(job)
+        del self._jobs[job]
+
+    def abandon_job(self, job: int) -> None:
+        """Closes a job whose run failed, as far as its workers still live."""
+        if job in self._jobs:
+            with contextlib.suppress(RunFailed):
+                self.close_job(job)
 
     def dump(self, job: int, path: str) -> None:
         self._call_prefill("dump", lambda worker: (job, path, self._owner(job)))
@@ -258,7 +258,15 @@ class LocalWorkers:
     # ---- hand-off and decode ------------------------------------------------------------------------------------
 
     def open_handoffs(self, starts: dict[int, int], num_tokens: dict[int, int]) -> None:
-        """Reserves at the decode side and tells the ranks where pages go. `starts`: tokens that are already done."""
+        """Reserves at the decode side and tells the ranks where pages go. `starts`: tokens that are already done.
+
+        Raises:
+            UserError: more jobs than can be on their way at once, or not enough pages at the decode worker.
+        """
+        if len(num_tokens) > NUM_SLOTS:
+            raise UserError(
+                f"{len(num_tokens)} prompts cannot be handed over at once: prefill at most {NUM_SLOTS} in one call"
+            )
         for job in num_tokens:
             table = self._decode_pages.allocate(job, self._jobs[job].max_tokens)
             transfer_id = f"{self._generation}-{job}"
@@ -280,6 +288,10 @@ class LocalWorkers:
         prefill_ended = time.perf_counter()
         while True:
             parts: dict[str, HandoffPart] = self._call_prefill("finish_handoff", lambda worker: (job,))
+            failures = [part.error for part in parts.values() if part.error is not None]
+            if failures:
+                self._retry_transfer(job, f"prefill ranks could not send it: {failures[0]}", may_retry=True)
+                continue
             manifest, commit = build_messages(
                 list(parts.values()),
                 transfer_id=handoff.transfer_id,
@@ -302,19 +314,33 @@ class LocalWorkers:
                     num_bytes=answer.num_bytes, seconds=now - handoff.started, exposed_s=now - prefill_ended
                 )
             assert isinstance(answer, Nack)
-            if not answer.may_retry or handoff.attempt + 1 >= HANDOFF_ATTEMPTS:
-                raise RunFailed(f"the decode worker refused job {job}: {answer.code}: {answer.reason}")
-            handoff.attempt += 1
-            self._open_transfer(job, num_tokens)
+            reason = f"the decode worker refused it: {answer.code}: {answer.reason}"
+            self._retry_transfer(job, reason, may_retry=answer.may_retry)
 
     def generate(self, job: int, sampling: Sampling) -> Iterator[Token]:
-        """Streams sampled tokens; each wait is watched."""
+        """Streams sampled tokens; each wait is watched. Whoever stops listening stops the worker too."""
+        if job not in self._jobs or not self._jobs[job].is_decoding:
+            raise UserError(f"job {job} was not handed over to the decode worker: prefill it with handoff=True")
         assert self.decode is not None
-        if not self._jobs[job].is_decoding:
-            raise RunFailed(f"job {job} was not handed over to the decode worker")
-        stream = self.decode.actor.generate.options(num_returns="streaming").remote(job, sampling)
-        for reference in stream:
-            yield self._watch.wait({self.decode.label: reference})[self.decode.label]
+        worker, number = self.decode, self._num_streams
+        self._num_streams += 1
+        stream = worker.actor.generate.options(num_returns="streaming").remote(job, sampling, number)
+        token = None
+        try:
+            while (token := self._watch.next_of(worker.label, stream)) is not None:
+                yield token
+        finally:
+            if token is not None:
+                worker.actor.stop_stream.remote(number)
+
+    def _retry_transfer(self, job: int, reason: str, *, may_retry: bool) -> None:
+        opened = self._jobs[job]
+        assert opened.handoff is not None
+        if not may_retry or opened.handoff.attempt + 1 >= HANDOFF_ATTEMPTS:
+            raise RunFailed(f"the hand-off of job {job} failed: {reason}")
+        logger.info("job %d: attempt %d of its hand-off: %s", job, opened.handoff.attempt + 1, reason)
+        opened.handoff.attempt += 1
+        self._open_transfer(job, opened.num_tokens)
 
     def _open_transfer(self, job: int, first_token: int) -> None:
         assert self.decode is not None

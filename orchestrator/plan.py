@@ -5,6 +5,9 @@ Nothing here imports torch or ray, so a wrong call is refused before anything he
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from dataclasses import dataclass, field
 
 from longprefill.orchestrator.memory import (
@@ -23,6 +26,8 @@ from longprefill.partition.steps import check_step_tokens, choose_step_tokens
 from longprefill.workers.model.config import MlaConfig, ModelConfig
 from longprefill.workers.spec import DTYPES
 
+NUM_SLOTS = 8
+"""Jobs that can be on their way to the decode worker at once."""
 STEP_BUDGET_BYTES = 512 << 20
 """Working memory of a rank's step when nothing else limits it."""
 FORMATS = {"latent": ("fp32", "bf16", "fp8"), "index": ("fp32", "bf16", "mxfp8")}
@@ -146,6 +151,23 @@ def check_fits(settings: ClusterSettings, config: ModelConfig, step_tokens: int,
     )
     check_memory(rank, num_prefill=settings.cp, num_decode=num_decode, available=available_bytes())
     return rank
+
+
+def check_pool_room(settings: ClusterSettings, config: ModelConfig, *, num_ranks: int) -> None:
+    """Refuses cache pools that neither shared memory nor the directory for temporary files can hold.
+
+    Raises:
+        UserError: with the bytes needed and those that are free.
+    """
+    num_pages = -(-settings.max_tokens // PAGE_TOKENS) + NUM_SLOTS
+    needed = num_ranks * num_pages * cache_bytes_per_page(config, settings)
+    free = {path: shutil.disk_usage(path).free for path in ("/dev/shm", tempfile.gettempdir()) if os.path.isdir(path)}
+    if needed > max(free.values()):
+        places = ", ".join(f"{path} has {size / (1 << 30):.2f} GiB free" for path, size in free.items())
+        raise UserError(
+            f"the cache pages of {num_ranks} ranks need {needed / (1 << 30):.2f} GiB and {places}: use a shorter "
+            "prompt, a smaller --cp, or --latent-format fp8 and --index-format mxfp8"
+        )
 
 
 def latent_row_bytes(name: str, rank: int, rope_dim: int) -> int:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from longprefill.orchestrator.chrome_trace import write_chrome_trace
 from longprefill.orchestrator.cluster import LocalCluster, PrefillResult
-from longprefill.orchestrator.outputs import check_writable
-from longprefill.orchestrator.plan import check_prompt_length
+from longprefill.orchestrator.outputs import check_outputs, writing
+from longprefill.orchestrator.plan import ClusterSettings, check_prompt_length
 from longprefill.orchestrator.report import StepDone
-from longprefill.orchestrator.run_report import build_report
-from longprefill.workers.decode import Sampling
+from longprefill.orchestrator.run_report import RunReport, build_report
+from longprefill.orchestrator.stop_text import StopText
 from longprefill.workers.model.families.registry import read_config
-from longprefill.workers.model.tokenizer import StreamDecoder, Tokenizer, read_prompt
+from longprefill.workers.model.tokenizer import STDIN, StreamDecoder, Tokenizer, read_prompt
+from longprefill.workers.sampling import Sampling
+from longprefill.workers.spec import WorkerStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +50,6 @@ class RunRequest:
     trace: Path | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    tokens: list[int]
-    text: str
-    first_token_at: float
-    """time.perf_counter of the first token at this process."""
-
-
 def run_prompt(request: RunRequest) -> None:
     """Runs the request. Progress and the table go to standard error, the generated text to standard output.
 
@@ -60,8 +57,9 @@ def run_prompt(request: RunRequest) -> None:
         UserError: something about the request, the model, the prompt or the machine; nothing was started.
         RunFailed: a worker died, hung or failed.
     """
-    for option, path in (("--json", request.json_file), ("--dump", request.dump), ("--trace", request.trace)):
-        check_writable(option, path)
+    outputs = {"--json": request.json_file, "--dump": request.dump, "--trace": request.trace}
+    inputs = [request.model] if request.prompt == STDIN else [request.model, Path(request.prompt)]
+    check_outputs(outputs, inputs=inputs)
     config = read_config(request.model)
     sampling = Sampling(
         max_new_tokens=request.max_new_tokens,
@@ -70,48 +68,88 @@ def run_prompt(request: RunRequest) -> None:
         seed=request.seed,
         stop_token_ids=config.eos_token_ids,
     )
+    settings: dict[str, Any] = {
+        "cp": request.cp,
+        "tp": request.tp,
+        "dtype": request.dtype,
+        "step_tokens": request.step_tokens,
+        "latent_format": request.latent_format,
+        "index_format": request.index_format,
+        "layout": request.layout,
+        "trace": request.trace is not None,
+        "keep_unpooled_keys": request.dump is not None,
+    }
+    ClusterSettings(model_dir=str(request.model), **settings)  # a wrong option is told before a long prompt is read
+    stop = StopText(request.stop)
     tokens = read_prompt(request.prompt, request.model)
     check_prompt_length(config, len(tokens), request.max_new_tokens)
-    has_tokenizer = (request.model / "tokenizer.json").is_file()
-    tokenizer = Tokenizer(request.model) if has_tokenizer else None
+    tokenizer = Tokenizer(request.model) if (request.model / "tokenizer.json").is_file() else None
+    cluster = LocalCluster(request.model, max_tokens=len(tokens) + request.max_new_tokens, **settings)
+    report, stats = _run(request, cluster, tokens, sampling, Printer(tokenizer, stop))
+    if request.json_file is not None:
+        with writing("--json", request.json_file):
+            request.json_file.write_text(json.dumps(report.document, indent=2) + "\n")
+    if request.trace is not None:
+        with writing("--trace", request.trace):
+            write_chrome_trace(request.trace, stats)
+    Console(stderr=True).print(report.table())
+
+
+class Printer:
+    """Generated tokens to standard output: as text, or as one id a line where the model has no tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: StopText) -> None:
+        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+        self._stop = stop
+        self.text = ""
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to end
+
+    def push(self, token: int) -> bool:
+        """Shows a token; False once a stop text has ended the output."""
+        self._show(self._stop.push(f"{token}\n" if self._decoder is None else self._decoder.push(token)))
+        return not self._stop.is_reached
+
+    def finish(self) -> None:
+        """Shows what was held back."""
+        if self._decoder is not None:
+            self._show(self._stop.push(self._decoder.finish()))
+        self._show(self._stop.finish())
+        sys.stdout.write("" if self.text.endswith("\n") else "\n")
+        sys.stdout.flush()
+
+    def _show(self, piece: str) -> None:
+        self.text += piece
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+
+def _run(
+    request: RunRequest, cluster: LocalCluster, tokens: np.ndarray, sampling: Sampling, printer: Printer
+) -> tuple[RunReport, dict[str, WorkerStats]]:
     console = Console(stderr=True)
-    cluster = LocalCluster(
-        request.model,
-        cp=request.cp,
-        tp=request.tp,
-        dtype=request.dtype,
-        step_tokens=request.step_tokens,
-        latent_format=request.latent_format,
-        index_format=request.index_format,
-        layout=request.layout,
-        max_tokens=len(tokens) + request.max_new_tokens,
-        trace=request.trace is not None,
-        keep_unpooled_keys=request.dump is not None,
-    )
-    with console.status(f"starting {request.cp} prefill ranks and a decode worker"):
-        cluster.start()
-    with cluster:
+    try:
+        with console.status(f"starting {request.cp} prefill ranks and a decode worker"):
+            cluster.start()
         result = _prefill(cluster, tokens, request.max_new_tokens, console)
-        generated = _generate(cluster, result, sampling, tokenizer, request.stop)
+        generated: list[int] = []
+        first_token_at = 0.0
+        for token in cluster.generate(result.job, sampling):
+            first_token_at = first_token_at or time.perf_counter()
+            generated.append(token.id)
+            if not printer.push(token.id):
+                break
+        printer.finish()
         stats = cluster.workers.stats()
         if request.dump is not None:
             cluster.dump(result.job, request.dump)
-        report = build_report(
-            cluster,
-            result,
-            stats,
-            ttft_s=generated.first_token_at - result.accepted_at,
-            output_tokens=generated.tokens,
-            text=generated.text,
-        )
-    if request.trace is not None:
-        write_chrome_trace(request.trace, stats)
-    if request.json_file is not None:
-        request.json_file.write_text(json.dumps(report.document, indent=2) + "\n")
-    console.print(report.table())
+        ttft_s = first_token_at - result.accepted_at
+        return build_report(cluster, result, stats, ttft_s=ttft_s, output_tokens=generated, text=printer.text), stats
+    finally:
+        cluster.close()
 
 
-def _prefill(cluster: LocalCluster, tokens, max_new_tokens: int, console: Console) -> PrefillResult:
+def _prefill(cluster: LocalCluster, tokens: np.ndarray, max_new_tokens: int, console: Console) -> PrefillResult:
     columns = (
         TextColumn("prefill"),
         BarColumn(),
@@ -129,28 +167,3 @@ def _prefill(cluster: LocalCluster, tokens, max_new_tokens: int, console: Consol
             progress.update(task, completed=done, rate=rate)
 
         return cluster.prefill(tokens, max_new_tokens=max_new_tokens, on_step=on_step)
-
-
-def _generate(
-    cluster: LocalCluster, result: PrefillResult, sampling: Sampling, tokenizer: Tokenizer | None, stop: tuple[str, ...]
-) -> Generated:
-    decoder = None if tokenizer is None else StreamDecoder(tokenizer)
-    first_token_at = 0.0
-    tokens: list[int] = []
-    text = ""
-    for token in cluster.generate(result.job, sampling):
-        if not tokens:
-            first_token_at = time.perf_counter()
-        tokens.append(token.id)
-        piece = f"{token.id}\n" if decoder is None else decoder.push(token.id)
-        text += piece
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-        if any(mark in text for mark in stop):
-            break
-    if decoder is not None:
-        rest = decoder.finish()
-        text += rest
-        sys.stdout.write(rest + "\n")
-        sys.stdout.flush()
-    return Generated(tokens=tokens, text=text, first_token_at=first_token_at)

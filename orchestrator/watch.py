@@ -12,12 +12,12 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from longprefill.orchestrator.errors import RunFailed
 from longprefill.partition.errors import UserError
@@ -80,6 +80,17 @@ class Watch:
                     raise RunFailed(f"{names} did not answer within {deadline_s:.0f} s")
         return results
 
+    def next_of(self, label: str, stream: Any) -> Any:
+        """The next result of a streaming call, None after the last. Raises as `wait`."""
+        self._restart_pings()
+        while not ray.wait([stream], timeout=POLL_S)[0]:
+            self._check_pings()
+        try:
+            reference = next(stream)
+        except StopIteration:
+            return None
+        return self.wait({label: reference})[label]
+
     def _root_cause(self, label: str, error: RayError, pending: dict[Any, str]) -> Exception:
         failures = {label: error}
         deadline = time.monotonic() + ROOT_CAUSE_S
@@ -116,6 +127,10 @@ class Watch:
             if worker._ping is not None:
                 ready, _ = ray.wait([worker._ping], timeout=0)
                 if ready:
+                    try:
+                        ray.get(worker._ping)
+                    except RayError as error:  # dead without a call of its own that could say so
+                        raise RunFailed(f"{worker.label} (pid {worker.pid}) died: {_first_line(error)}") from error
                     worker._ping, worker._heard_at = None, now
                 elif now - worker._heard_at > self._timeout_s:
                     end_process(worker.pid)
@@ -130,18 +145,6 @@ def end_process(pid: int) -> None:
     """Ends a worker that does not react to Ray any more (SIGKILL works on stopped processes too)."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-def get_within(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
-    """ray.get with a deadline.
-
-    Raises:
-        RunFailed: it passed.
-    """
-    try:
-        return ray.get(list(refs), timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise RunFailed(f"{what} did not finish within {timeout_s:.0f} s") from error
 
 
 def _first_line(error: BaseException) -> str:

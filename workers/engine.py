@@ -11,11 +11,12 @@ Call order of a prefill worker, by the controller:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from safetensors.torch import save_file
 from longprefill.comms.group import Group
 from longprefill.comms.solo import SoloGroup
 from longprefill.comms.torch_group import GroupSpec, TorchGroup
+from longprefill.comms.transport.base import TransportError
 from longprefill.comms.transport.holder import attach_pool
 from longprefill.kernels.backends import chosen, resolve
 from longprefill.workers import device as devices
@@ -89,7 +91,7 @@ class _Worker:
     @ray.method(concurrency_group="control")
     def stats(self) -> WorkerStats:
         """Peak memory, ledger and spans since the last call."""
-        comm = self._past_comm | self._group_comm()
+        comm = _summed(self._past_comm, self._group_comm())
         spans = tuple((s.name, s.category, s.start_us, s.duration_us, s.layer, s.job) for s in self._tracer.take())
         return WorkerStats(peak_rss_bytes=_peak_rss_bytes(), comm=comm, spans=spans)
 
@@ -149,16 +151,20 @@ class PrefillWorker(_Worker):
             fingerprint=fingerprint(spec.model_dir), dtype=spec.dtype, formats=self._formats
         )
         self._sender: HandoffSender | None = None
+        self._failed_transfers: dict[int, str] = {}
         self._logits: dict[int, torch.Tensor] = {}
         return info
 
     def join(self, group_spec: GroupSpec) -> None:
         """Meets the other ranks of a generation; a group of one needs no meeting."""
-        if self._group is not None:
-            self._past_comm |= self._group_comm()
-            self._group.close()
+        before = self._group
+        if before is not None:
+            self._past_comm = _summed(self._past_comm, self._group_comm())
+            before.close()
         self._group = SoloGroup() if group_spec.size == 1 else TorchGroup(group_spec)
-        self._rank = self._make_rank(self._group)
+        if before is None:
+            self._rank = self._make_rank(self._group)
+        self._rank.group = self._group  # open jobs outlive a group
 
     def open_job(self, job: int, tokens: np.ndarray, table: Sequence[int], snapshot: str | None = None) -> int:
         """Takes a job, fresh or from a snapshot file; returns the position it stands at."""
@@ -186,10 +192,10 @@ class PrefillWorker(_Worker):
                 slot_bytes(self._config, self._dtype),
                 self._spec.num_slots,
             )
+        self._failed_transfers.pop(job, None)
         self._sender.open(job, target, self._rank.cache(job).table)
         if first_token:
-            is_last = first_token == self._rank.num_tokens(job)
-            self._sender.send_pages(job, 0, first_token, is_last=is_last)
+            self._send_pages(job, 0, first_token, is_last=first_token == self._rank.num_tokens(job))
 
     def run_step(self, plan: StepPlan) -> StepReport:
         """One step. Jobs in `plan.logits_of` end with it: their ragged pages stream too."""
@@ -198,22 +204,39 @@ class PrefillWorker(_Worker):
         if self._sender is not None:
             for part in plan.slices:
                 if self._sender.is_open(part.job):
-                    self._sender.send_pages(part.job, part.start, part.end, is_last=part.job in plan.logits_of)
+                    self._send_pages(part.job, part.start, part.end, is_last=part.job in plan.logits_of)
         assert self._group is not None
         return StepReport(rank=self._group.rank, seconds=result.seconds, has_logits=tuple(result.logits))
 
     def finish_handoff(self, job: int) -> HandoffPart:
         """Sends the state and logits if this rank has them, waits until everything has arrived; this rank's part of the
-        manifest."""
+        manifest, or what went wrong with the transfer."""
         assert self._sender is not None
         logits = self._logits.get(job)
         state = self._rank.state(job) if logits is not None else None
-        return self._sender.finish(job, state, logits)
+        error = self._failed_transfers.pop(job, None)
+        if error is None:
+            try:
+                return self._sender.finish(job, state, logits)
+            except TransportError as failure:
+                error = str(failure)
+        return HandoffPart(pages=(), states=(), logits=None, error=error)
 
     def cancel_handoff(self, job: int) -> None:
         """Stops the transfer and returns when nothing of it is in flight."""
+        self._failed_transfers.pop(job, None)
         if self._sender is not None:
             self._sender.cancel(job)
+
+    def _send_pages(self, job: int, start: int, end: int, *, is_last: bool) -> None:
+        """A transfer that fails costs a second attempt at the job's end, not the step."""
+        assert self._sender is not None
+        if job in self._failed_transfers:
+            return
+        try:
+            self._sender.send_pages(job, start, end, is_last=is_last)
+        except TransportError as error:
+            self._failed_transfers[job] = str(error)
 
     def dump(self, job: int, path: str, owner: int) -> None:
         """A collective: all ranks collect, rank 0 writes the file."""
@@ -233,7 +256,10 @@ class PrefillWorker(_Worker):
         write_snapshot(path, self._identity, tokens_T, self._rank.state(job), self._rank.cache(job), kept)
 
     def close_job(self, job: int) -> None:
-        self._rank.close_job(job)
+        """Forgets a job, also one that is only half open or half handed over."""
+        self.cancel_handoff(job)
+        with contextlib.suppress(KeyError):
+            self._rank.close_job(job)
         self._logits.pop(job, None)
 
     def record_choices(self) -> None:
@@ -265,6 +291,7 @@ class DecodeWorker(_Worker):
     def start(self, spec: WorkerSpec) -> WorkerInfo:
         """Loads the model and attaches the pool that prefill ranks write to."""
         info = self._start(spec)
+        self._stopped: set[int] = set()
         self._group = SoloGroup()
         self._decode = DecodeRank(self._make_rank(self._group))
         self._receiver = HandoffReceiver(
@@ -289,9 +316,18 @@ class DecodeWorker(_Worker):
             self._decode.take(received.job, received.table, received.state, received.logits_V, max_tokens)
         return answer
 
-    def generate(self, job: int, sampling: Sampling) -> Iterator[Token]:
-        """Streams tokens as they are sampled."""
-        yield from self._decode.generate(job, sampling)
+    def generate(self, job: int, sampling: Sampling, stream: int) -> Iterator[Token]:
+        """Streams tokens as they are sampled, until `stop_stream` names this stream."""
+        for token in self._decode.generate(job, sampling):
+            if stream in self._stopped:
+                break
+            yield token
+        self._stopped.discard(stream)
+
+    @ray.method(concurrency_group="control")
+    def stop_stream(self, stream: int) -> None:
+        """Nobody listens to this stream any more."""
+        self._stopped.add(stream)
 
     def release(self, job: int) -> None:
         """Forgets a job, committed or only reserved; its pages may be given to another."""
@@ -302,6 +338,17 @@ class DecodeWorker(_Worker):
 
 def _pid_and_node() -> tuple[int, str]:
     return os.getpid(), socket.gethostname()
+
+
+def _summed(
+    first: Mapping[str, tuple[int, int, float]], second: Mapping[str, tuple[int, int, float]]
+) -> dict[str, tuple[int, int, float]]:
+    """Ledgers of two groups that a worker was in, added up."""
+    total = dict(first)
+    for op, (calls, num_bytes, seconds) in second.items():
+        before = total.get(op, (0, 0, 0.0))
+        total[op] = (before[0] + calls, before[1] + num_bytes, before[2] + seconds)
+    return total
 
 
 def _peak_rss_bytes() -> int:

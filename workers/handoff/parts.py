@@ -37,6 +37,8 @@ class HandoffPart:
     pages: tuple[PageEntry, ...]
     states: tuple[StateEntry, ...]
     logits: LogitsEntry | None
+    error: str | None = None
+    """Why this rank's transfer failed: the attempt must be repeated."""
 
 
 def slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -35,6 +35,7 @@ class _Incoming:
     attempt: int
     table: tuple[int, ...]
     slot: int
+    """Another job's as soon as this one is committed."""
     is_committed: bool = False
 
 
@@ -71,7 +72,8 @@ class HandoffReceiver:
         known = self._jobs.get(job)
         if known is None:
             if not self._free_slots:
-                raise TransportError(f"no slot is free for job {job}: {len(self._jobs)} jobs are being handed over")
+                num_underway = sum(not incoming.is_committed for incoming in self._jobs.values())
+                raise TransportError(f"no slot is free for job {job}: {num_underway} jobs are being handed over")
             known = _Incoming(transfer_id=transfer_id, attempt=-1, table=table, slot=self._free_slots.pop(0))
             self._jobs[job] = known
         if attempt <= known.attempt or transfer_id != known.transfer_id or known.is_committed:
@@ -119,6 +121,7 @@ class HandoffReceiver:
         # nothing of this transfer may be written any more
         self._file.advance_generation(incoming.slot, timeout_s=DRAIN_TIMEOUT_S)
         state, logits_V = self._read_slot(incoming, manifest.position)
+        self._free_slots.append(incoming.slot)
         ack = Ack(
             transfer_id=manifest.transfer_id,
             attempt=manifest.attempt,
@@ -132,10 +135,12 @@ class HandoffReceiver:
         return job in self._jobs and self._jobs[job].is_committed
 
     def release(self, job: int) -> None:
-        """Fences writers out and frees the slot."""
-        incoming = self._jobs.pop(job)
-        self._file.advance_generation(incoming.slot, timeout_s=DRAIN_TIMEOUT_S)
-        self._free_slots.append(incoming.slot)
+        """Forgets a job; one that is still under way is fenced off first. Nothing happens for an unknown job."""
+        incoming = self._jobs.get(job)
+        if incoming is not None and not incoming.is_committed:
+            self._file.advance_generation(incoming.slot, timeout_s=DRAIN_TIMEOUT_S)
+            self._free_slots.append(incoming.slot)
+        self._jobs.pop(job, None)
 
     def _refusal(self, manifest: Manifest, commit: Commit, manifest_checksum: int) -> tuple[str | None, str]:
         incoming = self._jobs.get(int(manifest.job)) if manifest.job.isdecimal() else None
