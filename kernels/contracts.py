@@ -190,7 +190,8 @@ class MoeKernels(Protocol):
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """sum over chosen experts of weight * down(act(gate) * up), J = 2F with gate rows first. fp32 accumulation over
-        experts, in ascending expert order; result in `out_dtype` (None: x's). Expert -1 adds nothing. `activation` "silu" or "gelu". With `clamp`, gate is
+        experts, in ascending expert order; result in `out_dtype` (None: x's). Expert -1 adds nothing. `activation`
+        "silu" or "gelu". With `clamp`, gate is
         cut above it and up beyond it on both sides, before the activation."""
         ...
 

@@ -78,7 +78,7 @@ def experts(
         clamp: gate is cut above it and up beyond it on both sides, before the activation; None: neither.
 
     Returns:
-        [T, D] in `out_dtype`, x's if left out. The sum runs in ascending expert order whatever the order of the slots, in every run.
+        [T, D] in `out_dtype` (x's if left out). The sum runs in ascending expert order whatever the order of the slots.
 
     Raises:
         ValueError: unknown activation, or an expert number outside [-1, E).

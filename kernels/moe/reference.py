@@ -24,7 +24,7 @@ def route(
     experts_TA = torch.empty(num_tokens, topk, dtype=torch.int64)
     for t, choice in enumerate(choice_TE.tolist()):
         groups = [range(group * size, (group + 1) * size) for group in range(num_groups)]
-        best_two = {group: sum(sorted((choice[e] for e in group), reverse=True)[:2]) for group in groups}
+        best_two = {group: _sum_of_best(choice_TE[t, group.start : group.stop], 2) for group in groups}
         open_groups = sorted(groups, key=lambda group: (-best_two[group], group.start))[:topk_groups]
         candidates = [e for group in open_groups for e in group]
         experts_TA[t] = torch.tensor(sorted(candidates, key=lambda e: (-choice[e], e))[:topk])
@@ -39,7 +39,7 @@ def experts(
     x_TD: torch.Tensor, routing: Routing, gate_up_EJD: torch.Tensor, down_EDF: torch.Tensor, *, activation: str,
     clamp: float | None = None, out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """[T, D] in `out_dtype`, x's if left out: the weighted sum of each token's experts in ascending expert order; -1 adds none."""
+    """[T, D] in `out_dtype` (x's if left out): each token's weighted sum in ascending expert order; -1 adds none."""
     out_dtype = out_dtype or x_TD.dtype
     precision = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
     act = {"silu": functional.silu, "gelu": functional.gelu}[activation]
@@ -52,3 +52,8 @@ def experts(
                     gate_F, up_F = gate_F.clamp(max=clamp), up_F.clamp(-clamp, clamp)
                 sum_TD[t] += weight * (down_EDF[expert].to(precision) @ (act(gate_F) * up_F))
     return sum_TD.to(out_dtype)
+
+
+def _sum_of_best(scores_E: torch.Tensor, count: int) -> float:
+    # in the scores' own precision: summed in fp64, groups that tie in fp32 would not
+    return float(scores_E.sort(descending=True).values[:count].sum())
