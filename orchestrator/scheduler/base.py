@@ -1,0 +1,82 @@
+"""What a policy is: an order over the table. A policy sees estimates only, never a clock or a device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import numpy as np
+
+from longprefill.orchestrator.scheduler.jobs import SchedulerError
+from longprefill.orchestrator.scheduler.table import JobTable
+
+POLICIES = ("guarded", "fcfs", "edf", "srpt")
+"""Ours first: the default."""
+
+
+class Pick(NamedTuple):
+    """The next job and the reason in words; `is_urgent` when nothing new may start before it."""
+
+    slot: int
+    reason: str
+    is_urgent: bool
+
+
+class Policy(ABC):
+    """Calls in order: `enter` once a job, `pick` at every decision, `leave` when the job ends or is cancelled."""
+
+    name: str
+
+    def enter(self, table: JobTable, slot: int, now: float, num_units: int) -> None:
+        """A job has come: the policy may set its `latest_s`. `num_units` work at once."""
+        return  # an order alone promises nothing
+
+    def leave(self, table: JobTable, slot: int) -> None:
+        """A job is about to leave the table."""
+        return
+
+    @abstractmethod
+    def keys(self, table: JobTable, now: float) -> np.ndarray:
+        """One number a slot [table.end], the smallest goes first; ties go to the earlier arrival, then the lower id."""
+
+    def pick(self, table: JobTable, now: float, num_units: int, eligible: np.ndarray) -> Pick | None:
+        """The next of the eligible slots ([table.end] bool), None when there is none."""
+        slot = first_slot(table, self.keys(table, now), eligible)
+        return None if slot is None else Pick(slot, self.name, False)
+
+
+def first_slot(table: JobTable, keys: np.ndarray, eligible: np.ndarray) -> int | None:
+    """The eligible slot with the smallest key; ties by arrival, then job number, so that slots never matter."""
+    if not eligible.any():
+        return None
+    masked = np.where(eligible, keys, np.inf)
+    best = np.flatnonzero(masked == masked.min())
+    if len(best) > 1:
+        best = [slot for slot in best if eligible[slot]]
+        return int(min(best, key=lambda slot: (table.arrival_s[slot], table.job_at(int(slot)).id)))
+    return int(best[0])
+
+
+def make_policy(name: str) -> Policy:
+    """A fresh policy by its name.
+
+    Raises:
+        SchedulerError: an unknown name.
+    """
+    if name == "fcfs":
+        from longprefill.orchestrator.scheduler.fcfs import Fcfs
+
+        return Fcfs()
+    if name == "edf":
+        from longprefill.orchestrator.scheduler.edf import Edf
+
+        return Edf()
+    if name == "srpt":
+        from longprefill.orchestrator.scheduler.srpt import Srpt
+
+        return Srpt()
+    if name == "guarded":
+        from longprefill.orchestrator.scheduler.guarded import Guarded
+
+        return Guarded()
+    raise SchedulerError(f"policy={name!r} is unknown: use {', '.join(POLICIES)}")

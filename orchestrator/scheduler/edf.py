@@ -1,0 +1,20 @@
+"""Earliest deadline first. A job without a deadline of its own gets one in proportion to its work."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from longprefill.orchestrator.scheduler.base import Policy
+from longprefill.orchestrator.scheduler.table import JobTable
+
+DEFAULT_STRETCH = 5.0
+"""Deadline of a job that names none: this many times what it takes alone."""
+
+
+class Edf(Policy):
+    name = "edf"
+
+    def keys(self, table: JobTable, now: float) -> np.ndarray:
+        end = table.end
+        implied_s = table.arrival_s[:end] + DEFAULT_STRETCH * table.isolated_s[:end] / table.weight[:end]
+        return np.minimum(table.deadline_s[:end], implied_s)

@@ -1,0 +1,131 @@
+"""Ours: short jobs first, under a guard that keeps a promise to every job.
+
+On arrival a job is promised a latest finish. It is never earlier than the finish that first come, first served would
+have given it, which is known at once: the backlog in front of it. So the promises can always be kept all together: of
+a set that is feasible in order of its promises, a newcomer whose promise lies behind the whole backlog breaks none. A
+job goes first only while every promise before its own has a step to spare; otherwise the earliest promise goes. With
+one unit and true estimates no promise is ever missed, whatever comes (a property test holds this); with several units
+it is a goal.
+
+Short-first order alone would spend all of a document's slack and then run it in the middle of a burst. So a document's
+remaining time shrinks in the order's eyes with the share of its slack that is left, and it tends to run where few jobs
+wait behind it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+
+from longprefill.orchestrator.scheduler.base import Pick, Policy, first_slot
+from longprefill.orchestrator.scheduler.table import JobTable
+
+HISTORY = 4096
+"""Documents whose first-come slowdown is remembered."""
+MARGIN = 1e-9
+"""Relative slack below which two sums of the same seconds count as equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardSettings:
+    """How far a promise lies behind the arrival."""
+
+    document_tokens: int = 65536
+    """Jobs from here on are documents."""
+    document_stretch: float = 8.0
+    """A document's promise: at least this many times its own time."""
+    document_quantile: float = 0.99
+    document_margin: float = 1.5
+    """... and this many times the quantile of the slowdowns that documents would have had first come, first served."""
+    document_wait: float = 1.2
+    """... and this many times what first come, first served would give this document."""
+    short_stretch: float = 20.0
+    """Any other job's promise, likewise: it seldom needs it, being short."""
+    short_wait: float = 4.0
+
+
+class Guarded(Policy):
+    name = "guarded"
+
+    def __init__(self, settings: GuardSettings | None = None) -> None:
+        self.settings = settings or GuardSettings()
+        self._backlog_end_s = 0.0
+        self._recent: deque[float] = deque()
+        self._slowdowns: list[float] = []
+        self._order = np.zeros(0, dtype=np.int64)
+
+    def enter(self, table: JobTable, slot: int, now: float, num_units: int) -> None:
+        own_s = float(table.isolated_s[slot])
+        # The fluid backlog of all units; the job itself runs on one of them.
+        self._backlog_end_s = max(self._backlog_end_s, now) + own_s / num_units
+        wait_s = max(self._backlog_end_s - own_s / num_units - now, 0.0)
+        first_come_s = wait_s + own_s
+        promise_s = now + self._promise_s(int(table.tokens[slot]), first_come_s, own_s)
+        asked_s = float(table.deadline_s[slot])
+        if isfinite(asked_s) and asked_s < promise_s and self._can_meet(table, slot, asked_s, now, num_units):
+            promise_s = asked_s
+        table.latest_s[slot] = promise_s
+        place = int(np.searchsorted(table.latest_s[self._order], promise_s, side="right"))
+        self._order = np.insert(self._order, place, slot)
+
+    def leave(self, table: JobTable, slot: int) -> None:
+        self._order = self._order[self._order != slot]
+
+    def keys(self, table: JobTable, now: float) -> np.ndarray:
+        end = table.end
+        remaining_s, latest_s = table.remaining_s[:end], table.latest_s[:end]
+        whole_s = latest_s - table.arrival_s[:end] - table.isolated_s[:end]
+        left_s = np.maximum(latest_s - now - remaining_s, 0.0)
+        share = np.divide(left_s, whole_s, out=np.ones(end), where=whole_s > 0)
+        is_document = table.tokens[:end] >= self.settings.document_tokens
+        return remaining_s / table.weight[:end] * np.where(is_document, np.minimum(share, 1.0), 1.0)
+
+    def pick(self, table: JobTable, now: float, num_units: int, eligible: np.ndarray) -> Pick | None:
+        slot = first_slot(table, self.keys(table, now), eligible)
+        if slot is None:
+            return None
+        order = self._order
+        place = int(np.flatnonzero(order == slot)[0])
+        if place == 0:
+            return Pick(slot, "shortest; its promise is the earliest", False)
+        before = order[:place]
+        remaining_s = table.remaining_s[before]
+        finish_s = now + np.maximum(np.cumsum(remaining_s) / num_units, remaining_s)
+        slack_s = table.latest_s[before] - finish_s
+        step_s = float(table.step_s[slot])
+        if bool((slack_s > step_s + MARGIN * abs(now)).all()):
+            return Pick(slot, "shortest; every promise before it can wait a step", False)
+        waiting = before[eligible[before]]
+        if not len(waiting):
+            return Pick(slot, "shortest; the promises before it are being kept elsewhere", False)
+        return Pick(int(waiting[0]), f"promised by {table.latest_s[waiting[0]]:.3f} s", True)
+
+    def _promise_s(self, num_tokens: int, first_come_s: float, own_s: float) -> float:
+        """Seconds from arrival to the promise; never below `first_come_s`."""
+        settings = self.settings
+        if num_tokens < settings.document_tokens:
+            return max(settings.short_wait * first_come_s, settings.short_stretch * own_s)
+        insort(self._slowdowns, first_come_s / own_s)
+        self._recent.append(first_come_s / own_s)
+        if len(self._recent) > HISTORY:
+            self._slowdowns.pop(bisect_left(self._slowdowns, self._recent.popleft()))
+        place = min(int(settings.document_quantile * len(self._slowdowns)), len(self._slowdowns) - 1)
+        stretch = max(settings.document_stretch, settings.document_margin * self._slowdowns[place])
+        return max(settings.document_wait * first_come_s, stretch * own_s)
+
+    def _can_meet(self, table: JobTable, slot: int, asked_s: float, now: float, num_units: int) -> bool:
+        """Whether a promise of `asked_s` leaves it and all others feasible, a running step in the way included."""
+        latest_s = table.latest_s[self._order]
+        place = int(np.searchsorted(latest_s, asked_s, side="right"))
+        own_s = float(table.remaining_s[slot])
+        blocked_s = float(table.step_s[self._order][~table.is_ready[self._order]].max(initial=0.0))
+        before_s = float(table.remaining_s[self._order[:place]].sum())
+        if now + blocked_s + max((before_s + own_s) / num_units, own_s) > asked_s:
+            return False
+        after = self._order[place:]
+        finish_s = now + blocked_s + (before_s + own_s + np.cumsum(table.remaining_s[after])) / num_units
+        return bool((finish_s <= table.latest_s[after]).all())

@@ -1,0 +1,368 @@
+"""The scheduler: jobs come, units become idle, decisions go out. It has no clock, no thread and no random number.
+
+Calls: `submit` a job; `decide` what idle units do; `step_done` when a step has ended; `unit_lost`, `unit_back` when a
+unit fails and returns; `cancel`. Every call says what time it is. The real controller and the simulator make the same
+calls, so their decisions can be compared line by line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from longprefill.orchestrator.scheduler.admission import refusal
+from longprefill.orchestrator.scheduler.base import Pick, make_policy
+from longprefill.orchestrator.scheduler.correction import Correction
+from longprefill.orchestrator.scheduler.decisions import Admitted, Block, Refused, StepDecision
+from longprefill.orchestrator.scheduler.fleet import Fleet
+from longprefill.orchestrator.scheduler.jobs import Job, StepCosts
+from longprefill.orchestrator.scheduler.settings import FleetSettings, SchedulerSettings
+from longprefill.orchestrator.scheduler.sizing import Sized, cheapest_layout, choose_degree, size_step
+from longprefill.orchestrator.scheduler.table import JobTable
+from longprefill.orchestrator.scheduler.tenants import TenantShares
+from longprefill.partition.layout import Slice
+
+
+class StepEnd(NamedTuple):
+    """What the end of a step means: jobs that are complete, and jobs that go on, in slice order."""
+
+    finished: tuple[int, ...]
+    continuing: tuple[int, ...]
+
+
+class UnitLoss(NamedTuple):
+    """What the loss of a unit means: steps that will never end, jobs that lost finished steps too."""
+
+    lost_steps: tuple[int, ...]
+    restarted: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Where a job stands. `away_tokens`: cached tokens that must be brought to whatever block runs it next."""
+
+    position: int
+    away_tokens: int = 0
+
+
+class _Place(NamedTuple):
+    block: Block
+    position: int
+    move_s: float
+    reason: str
+
+
+class Scheduler:
+    """Decisions for one fleet. Equal calls give equal decisions."""
+
+    def __init__(self, settings: SchedulerSettings, fleet: FleetSettings, costs: StepCosts) -> None:
+        self.settings = settings
+        self.correction = Correction()
+        self._fleet = Fleet(fleet)
+        self._costs = costs
+        self._policy = make_policy(settings.policy)
+        self._tenants = TenantShares(settings.tenant_weights)
+        self._table = JobTable()
+        self._progress: dict[int, _Progress] = {}
+        self._steps: dict[int, StepDecision] = {}
+        self._last_on_unit: dict[int, int] = {}
+        self._num_steps = 0
+        self._num_ready = 0
+
+    @property
+    def num_queued(self) -> int:
+        """Jobs that wait for a unit."""
+        return self._num_ready
+
+    @property
+    def num_idle_units(self) -> int:
+        return self._fleet.num_free
+
+    def position(self, job: int) -> int:
+        """Tokens of the job whose steps have ended; KeyError for an unknown job."""
+        return self._progress[job].position
+
+    def submit(self, job: Job, now: float) -> Admitted | Refused:
+        """Takes a job into the queue, or says why no unit will ever run it.
+
+        Raises:
+            ValueError: a job of this number is already here.
+        """
+        if job.id in self._table:
+            raise ValueError(f"job {job.id} is already queued: numbers are unique among unfinished jobs")
+        reason = refusal(job, self._fleet.settings, self.settings, len(self._table))
+        if reason is not None:
+            return Refused(job=job.id, reason=reason)
+        start = 0 if job.held is None else job.held.num_tokens
+        own_s = self._alone_s(job.id, start, job.num_tokens)
+        slot = self._table.add(
+            job,
+            isolated_s=own_s,
+            step_s=self._next_step_s(job.id, start, job.num_tokens),
+            weight=job.priority * self._tenants.claim(job.tenant, now),
+            need_bytes=self._fleet.settings.job_bytes(job.num_tokens),
+        )
+        self._progress[job.id] = _Progress(position=0)
+        self._policy.enter(self._table, slot, now, max(self._fleet.num_alive, 1))
+        self._num_ready += 1
+        return Admitted(
+            job=job.id,
+            estimate_s=own_s,
+            latest_s=float(self._table.latest_s[slot]),
+            num_queued=self._num_ready,
+        )
+
+    def decide(self, now: float) -> list[StepDecision]:
+        """Steps for idle units, as many as can start now."""
+        decisions: list[StepDecision] = []
+        fleet, table = self._fleet, self._table
+        while self._num_ready and fleet.num_free:
+            end = table.end
+            eligible = table.is_ready[:end] & (table.need_bytes[:end] <= fleet.most_free_bytes())
+            decision = self._first_that_fits(now, eligible)
+            if decision is None:
+                break
+            decisions.append(decision)
+        return decisions
+
+    def step_done(self, step: int, now: float, actual_s: float) -> StepEnd:
+        """A step has ended after `actual_s` seconds; its units are idle and its unfinished jobs queued again.
+
+        Raises:
+            KeyError: no such step runs.
+        """
+        decision = self._steps.pop(step)
+        self._fleet.vacate(decision.block)
+        expected_s = (decision.estimate_s - decision.move_s) / self.correction.factor
+        computed_s = max(actual_s - decision.move_s, 0.0)
+        if expected_s > 0 and computed_s > 0:
+            self.correction.observe(expected_s, computed_s)
+        finished: list[int] = []
+        continuing: list[int] = []
+        for piece in decision.slices:
+            slot = self._table.slot(piece.job)
+            job = self._table.job_at(slot)
+            self._tenants.serve(job.tenant, actual_s * decision.block.size / len(decision.slices), now)
+            self._progress[piece.job].position = piece.end
+            if piece.end == job.num_tokens:
+                finished.append(piece.job)
+                self._drop(piece.job)
+            else:
+                continuing.append(piece.job)
+                self._queue_again(slot)
+        return StepEnd(tuple(finished), tuple(continuing))
+
+    def cancel(self, job: int) -> bool:
+        """Drops a queued job; False when it is unknown or in a step (cancel it when the step has ended)."""
+        if job not in self._table or not self._table.is_ready[self._table.slot(job)]:
+            return False
+        self._num_ready -= 1
+        self._drop(job)
+        return True
+
+    def unit_lost(self, unit: int, now: float) -> UnitLoss:
+        """A unit is gone: its step ends for all its units, and jobs go on elsewhere from where they can."""
+        fleet = self._fleet
+        fleet.is_alive[unit] = False
+        lost: list[int] = []
+        for step in sorted(self._steps):
+            decision = self._steps[step]
+            if decision.block.start <= unit < decision.block.start + decision.block.size:
+                lost.append(step)
+                del self._steps[step]
+                fleet.vacate(decision.block)
+                for piece in decision.slices:
+                    self._queue_again(self._table.slot(piece.job))
+        restarted: list[int] = []
+        for job in fleet.homed_on(unit):
+            progress = self._progress[job]
+            fleet.release(job)
+            slot = self._table.slot(job)
+            self._table.need_bytes[slot] = fleet.settings.job_bytes(int(self._table.tokens[slot]))
+            if fleet.settings.is_recoverable:
+                progress.away_tokens = progress.position
+            elif progress.position:
+                progress.position = 0
+                restarted.append(job)
+                self._estimate_again(slot)
+        return UnitLoss(tuple(lost), tuple(restarted))
+
+    def unit_back(self, unit: int) -> None:
+        """A lost unit works again, empty."""
+        self._fleet.is_alive[unit] = True
+
+    def _first_that_fits(self, now: float, eligible: np.ndarray) -> StepDecision | None:
+        """The policy's first job that has a place; behind an urgent one without a place, only started jobs may run."""
+        table, num_units = self._table, max(self._fleet.num_alive, 1)
+        while (pick := self._policy.pick(table, now, num_units, eligible)) is not None:
+            decision = self._start(pick, now)
+            if decision is not None:
+                return decision
+            eligible[pick.slot] = False
+            if pick.is_urgent:
+                # what has been started holds memory already: running it is what frees some
+                eligible &= table.need_bytes[: len(eligible)] == 0
+        return None
+
+    def _start(self, pick: Pick, now: float) -> StepDecision | None:
+        table, fleet, settings = self._table, self._fleet, self.settings
+        job = table.job_at(pick.slot)
+        num_free = fleet.num_free
+        progress = self._progress[job.id]
+        degree, why = 1, "one unit"
+        if settings.max_degree > 1:
+            most = min(settings.max_degree, 1 << (num_free.bit_length() - 1))
+            degree, why = choose_degree(
+                self._costs,
+                settings,
+                fleet.settings,
+                slot_span=Slice(job=job.id, start=progress.position, end=job.num_tokens),
+                time_left_s=job.deadline_s - now,
+                most=most,
+                num_ready=self._num_ready,
+                num_free=num_free,
+            )
+        place = None
+        while place is None and degree >= 1:
+            place = self._place(job, progress, degree)
+            degree //= 2
+        if place is None:
+            return None
+        mesh = fleet.settings.mesh(place.block.size)
+        sized = size_step(self._costs, settings, mesh, job.id, place.position, job.num_tokens)
+        slices = (Slice(job=job.id, start=place.position, end=sized.end),)
+        seconds = sized.seconds
+        if sized.end == job.num_tokens <= settings.pack_tokens:
+            slices, seconds = self._pack(slices[0], sized, place.block, now)
+        step = StepDecision(
+            id=self._num_steps,
+            slices=slices,
+            block=place.block,
+            mesh=mesh,
+            layout=sized.layout,
+            start_s=now,
+            estimate_s=place.move_s + seconds * self.correction.factor,
+            move_s=place.move_s,
+            reason=f"{pick.reason}; {place.reason or why}",
+            preempted=self._preempted(place.block, slices),
+            num_queued=self._num_ready - len(slices),
+        )
+        self._begin(step)
+        return step
+
+    def _place(self, job: Job, progress: _Progress, degree: int) -> _Place | None:
+        """Where a job could run on `degree` units now, what must be moved there, and why; None: nowhere."""
+        fleet = self._fleet
+        need = fleet.settings.job_bytes(job.num_tokens)
+        home, held = fleet.home(job.id), job.held
+        if home is not None:
+            near = Block(home.start // degree * degree, degree)
+            if fleet.is_usable(near, job.id, need):
+                moved = progress.position if degree > home.size else 0
+                return _Place(near, progress.position, self._move_s(moved), "wider, around its home" if moved else "")
+            away = fleet.find(degree, need)
+            if away is None:
+                return None
+            return _Place(away, progress.position, self._move_s(progress.position), "away from its busy home")
+        if held is not None and progress.position == 0:
+            near = Block(held.unit // degree * degree, degree)
+            if near.start + degree <= len(fleet.is_free) and fleet.is_usable(near, job.id, need):
+                moved = held.num_tokens if degree > 1 else 0
+                return _Place(near, held.num_tokens, self._move_s(moved), f"prefix of {held.num_tokens} tokens is here")
+        block = fleet.find(degree, need)
+        if block is None:
+            return None
+        if held is not None and progress.position == 0:
+            fetch_s, again_s = self._move_s(held.num_tokens), self._alone_s(job.id, 0, held.num_tokens)
+            if fetch_s < again_s:
+                return _Place(block, held.num_tokens, fetch_s, f"prefix of {held.num_tokens} tokens is fetched")
+            return _Place(block, 0, 0.0, f"prefix of {held.num_tokens} tokens is computed again")
+        reason = "brought from where it survived" if progress.away_tokens else ""
+        return _Place(block, progress.position, self._move_s(progress.away_tokens), reason)
+
+    def _pack(self, first: Slice, sized: Sized, block: Block, now: float) -> tuple[tuple[Slice, ...], float]:
+        """More short jobs for a step that ends its first job, in the policy's order, up to the size of a step."""
+        table, fleet, settings = self._table, self._fleet, self.settings
+        end = table.end
+        eligible = table.is_ready[:end] & (table.tokens[:end] <= settings.pack_tokens)
+        eligible[table.slot(first.job)] = False
+        slices, seconds = [first], sized.seconds
+        num_tokens = first.num_tokens
+        room = float(fleet.free_bytes[block.start : block.start + block.size].min())
+        room -= float(table.need_bytes[table.slot(first.job)])
+        mesh = fleet.settings.mesh(block.size)
+        while (pick := self._policy.pick(table, now + seconds, max(fleet.num_alive, 1), eligible)) is not None:
+            eligible[pick.slot] = False
+            job = table.job_at(pick.slot)
+            position = self._progress[job.id].position
+            num_tokens += job.num_tokens - position
+            room -= float(table.need_bytes[pick.slot])
+            if room < 0 or fleet.home(job.id) not in (None, block) or job.held is not None:
+                break
+            more = [*slices, Slice(job=job.id, start=position, end=job.num_tokens)]
+            longer_s = self._costs.step_seconds(more, sized.layout, mesh)
+            limit = settings.step_tokens
+            if num_tokens > limit if limit is not None else longer_s > settings.step_target_s:
+                break
+            slices, seconds = more, longer_s
+        return tuple(slices), seconds
+
+    def _begin(self, step: StepDecision) -> None:
+        fleet, table = self._fleet, self._table
+        for piece in step.slices:
+            slot = table.slot(piece.job)
+            fleet.hold(piece.job, step.block, fleet.settings.job_bytes(int(table.tokens[slot])))
+            table.need_bytes[slot] = 0.0
+            table.is_ready[slot] = False
+            table.step_s[slot] = step.estimate_s
+            self._progress[piece.job].away_tokens = 0
+        self._num_ready -= len(step.slices)
+        fleet.occupy(step.block)
+        self._steps[step.id] = step
+        self._num_steps += 1
+
+    def _preempted(self, block: Block, slices: tuple[Slice, ...]) -> int | None:
+        """The job that last ran on the block, unless it has ended or goes on; the block's units are marked as ours."""
+        last = self._last_on_unit.get(block.start)
+        for unit in range(block.start, block.start + block.size):
+            self._last_on_unit[unit] = slices[-1].job
+        if last is None or last not in self._table or any(piece.job == last for piece in slices):
+            return None
+        return last if self._table.is_ready[self._table.slot(last)] else None
+
+    def _queue_again(self, slot: int) -> None:
+        self._table.is_ready[slot] = True
+        self._num_ready += 1
+        self._estimate_again(slot)
+
+    def _estimate_again(self, slot: int) -> None:
+        job = self._table.job_at(slot)
+        start = self._progress[job.id].position
+        self._table.remaining_s[slot] = self._alone_s(job.id, start, job.num_tokens)
+        self._table.step_s[slot] = self._next_step_s(job.id, start, job.num_tokens)
+
+    def _drop(self, job: int) -> None:
+        slot = self._table.slot(job)
+        self._policy.leave(self._table, slot)
+        self._table.remove(job)
+        self._fleet.release(job)
+        del self._progress[job]
+
+    def _alone_s(self, job: int, start: int, end: int) -> float:
+        """Seconds on one unit."""
+        seconds, _ = cheapest_layout(self._costs, self._fleet.settings.mesh(1), job, start, end)
+        return seconds * self.correction.factor
+
+    def _next_step_s(self, job: int, start: int, num_tokens: int) -> float:
+        if self.settings.step_tokens is None:
+            # an upper bound that needs no search: steps end at the target, whatever is left
+            return min(self.settings.step_target_s, self._alone_s(job, start, num_tokens))
+        end = min((start // self.settings.step_tokens + 1) * self.settings.step_tokens, num_tokens)
+        return self._alone_s(job, start, end)
+
+    def _move_s(self, num_tokens: int) -> float:
+        if not num_tokens:
+            return 0.0
+        return self._fleet.settings.job_bytes(num_tokens) / self._fleet.settings.move_bytes_per_s

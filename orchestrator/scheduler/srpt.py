@@ -1,0 +1,16 @@
+"""Shortest remaining time first: the best mean there is, without any bound on how long a document waits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from longprefill.orchestrator.scheduler.base import Policy
+from longprefill.orchestrator.scheduler.table import JobTable
+
+
+class Srpt(Policy):
+    name = "srpt"
+
+    def keys(self, table: JobTable, now: float) -> np.ndarray:
+        end = table.end
+        return table.remaining_s[:end] / table.weight[:end]
