@@ -90,7 +90,8 @@ class GlooWire(Wire):
                 try:
                     self._post(True, probe, f"exchanging with rank {peer}")
                 except WireError as error:
-                    return str(error)
+                    # When the waiter's own deadline broke the connections, its word is the cause and comes at once.
+                    return wait.cause or str(error) if wait.is_done.wait(PROBE_S) else str(error)
             if time.monotonic() > deadline_s + OVERDUE_S:
                 return f"exchanging with ranks {peers}: no answer at the deadline"
         return wait.cause
