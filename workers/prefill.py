@@ -67,11 +67,13 @@ class PrefillRank:
         device: torch.device | None = None,
         keep_unpooled_keys: bool = False,
         num_tp: int = 1,
+        expert_parallel: bool = False,
         full_config: ModelConfig | None = None,
     ) -> None:
         """`model` has this rank's share of the weights, `full_config` describes the whole of it (None: the same)."""
         self.model = model
         self.mesh = Mesh.over(group, num_tp)
+        self.expert_parallel = expert_parallel
         self.full_config = full_config or model.config
         self.pool = pool
         self.kernels = kernels
@@ -183,6 +185,7 @@ class PrefillRank:
             jobs=jobs,
             tracer=self.tracer,
             exchange=plan.exchange,
+            expert_parallel=self.expert_parallel,
             row_align=self.model.largest_pool,
             choices=self.choices,
             unpooled_keys={} if self.keep_unpooled_keys else None,

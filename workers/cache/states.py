@@ -15,7 +15,6 @@ import torch
 
 from longprefill.workers.model.config import KdaConfig, MlaConfig, ModelConfig
 
-
 LayerShapes = tuple[int, tuple[tuple[tuple[int, ...], torch.dtype], ...]]
 """A layer and (shape, dtype) of each of its tensors."""
 

@@ -25,7 +25,7 @@ from longprefill.workers.cache.pages import Kind
 from longprefill.workers.model.config import MlaConfig
 from longprefill.workers.model.layers.context import StepContext
 from longprefill.workers.model.layers.indexer import Indexer, num_dense_rows
-from longprefill.workers.model.layers.rotation import rope_frequencies
+from longprefill.workers.model.layers.rotation import rope_frequencies, rotate
 
 
 class AttentionLayer:
@@ -56,6 +56,10 @@ class AttentionLayer:
         chosen: list[torch.Tensor] = []
         if self.indexer is not None and index_query is not None:
             chosen = self.indexer.choose(*index_query, ctx)
+            if self.indexer.config.is_reused:
+                ctx.selection = chosen
+        elif self.config.shared_selection is not None:
+            chosen = ctx.selection
         outputs = [self._attend(n, fragment, query_THQ, chosen, ctx) for n, fragment in enumerate(ctx.local)]
         width = self.config.num_heads * self.config.value_dim
         mixed_TF = torch.cat(outputs).flatten(1) if outputs else query_THQ.new_empty(0, width)
@@ -72,9 +76,9 @@ class AttentionLayer:
         latent_SR, k_rope_SP = projected_SL.split((config.kv_lora_rank, config.rope_dim), dim=1)
         latent_SR = ctx.kernels.norm.rms_norm(latent_SR, self.weights["mla.kv_a_norm"], config.kv_norm_eps)
         if self.inv_freq is not None and config.rope is not None:
-            k_rope_SP = ctx.kernels.rope.rotate(
-                k_rope_SP[:, None], ctx.own_positions_S, self.inv_freq, config.rope.pairing
-            )[:, 0]
+            k_rope_SHP = k_rope_SP[:, None]
+            k_rope_SHP = rotate(k_rope_SHP, ctx.own_positions_S, self.inv_freq, config.rope, ctx.kernels.rope)
+            k_rope_SP = k_rope_SHP[:, 0]
         row_format = ctx.pool.kind_of[self.index, "latent"].format
         return row_format.encode(torch.cat((latent_SR, k_rope_SP), dim=1))
 
@@ -94,7 +98,7 @@ class AttentionLayer:
         if self.inv_freq is None or config.rope is None:
             return query_THQ
         nope_THN, rope_THP = query_THQ.split((config.nope_dim, config.rope_dim), dim=-1)
-        rope_THP = ctx.kernels.rope.rotate(rope_THP, ctx.positions_T, self.inv_freq, config.rope.pairing)
+        rope_THP = rotate(rope_THP, ctx.positions_T, self.inv_freq, config.rope, ctx.kernels.rope)
         return torch.cat((nope_THN, rope_THP), dim=-1)
 
     def _attend(
@@ -104,7 +108,7 @@ class AttentionLayer:
         selected."""
         query_THQ = query_THQ[ctx.offsets[n] : ctx.offsets[n + 1]]
         latents = ctx.jobs[fragment.job].cache.rows(self.index, "latent", fragment.end)
-        topk = None if self.indexer is None else self.indexer.config.topk
+        topk = None if self.config.selection is None else self.config.selection.topk
         num_dense = num_dense_rows(fragment, topk)
         parts: list[torch.Tensor] = []
         if num_dense:

@@ -74,11 +74,15 @@ class StepContext:
     tracer: Tracer
     exchange: str
     """How KDA states travel: a name of state_exchange.EXCHANGES."""
+    expert_parallel: bool
+    """Experts are spread over the world; else every rank has all of them."""
     row_align: int
     """Own rows are cut at multiples of this: the largest k-pool of the model."""
     choices: Choices | None = None
     unpooled_keys: dict[int, list[tuple[int, int, torch.Tensor]]] | None = None
     """With k-pool, `--dump` wants the keys before pooling: (job, start, fp32 [T, X]) by layer; None: not wanted."""
+    selection: list[torch.Tensor] = field(init=False, default_factory=list)
+    """What the last attention layer with an indexer chose for each local fragment, where a later layer reuses it."""
     shards: RowShards = field(init=False)
     local: tuple[Fragment, ...] = field(init=False)
     offsets: tuple[int, ...] = field(init=False)

@@ -1,6 +1,10 @@
-"""Dense and mixture-of-experts feed-forward. Per token, so context parallelism needs no exchange here.
+"""Dense and mixture-of-experts feed-forward.
 
-T local rows, D hidden, E experts, A experts a token, F intermediate
+    S own rows, T local rows, D hidden, E experts, A experts a token, F intermediate
+
+Per token, so context parallelism needs no exchange. Under tensor parallelism dense layers and shared experts have their
+columns split over the group and read all local rows; routed experts read own rows, and with expert parallelism live
+anywhere in the mesh (`expert_exchange.py`).
 """
 
 from __future__ import annotations
@@ -8,19 +12,27 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from longprefill.kernels.contracts import Routing
 from longprefill.workers.model.config import DenseConfig, MoeConfig
 from longprefill.workers.model.layers.context import StepContext
+from longprefill.workers.model.layers.expert_exchange import run_experts
+from longprefill.workers.model.sharding import expert_ranges
 
 ROW_BLOCK = 2048
 """Rows at a time, so that the intermediate of a dense layer stays small next to the step's activations."""
 
 
-def gated_mlp(x_TD: torch.Tensor, gate_up_JD: torch.Tensor, down_DF: torch.Tensor, activation: str) -> torch.Tensor:
-    """down(act(gate x) * up x); `gate_up` holds the gate rows first."""
+def gated_mlp(
+    x_TD: torch.Tensor, gate_up_JD: torch.Tensor, down_DF: torch.Tensor, activation: str, clamp: float | None = None
+) -> torch.Tensor:
+    """down(act(gate x) * up x); `gate_up` holds the gate rows first. With `clamp` the gate is cut above it and up beyond it
+    on both sides, before the activation."""
     function = {"silu": F.silu, "gelu": F.gelu}[activation]
     outputs: list[torch.Tensor] = []
     for rows in x_TD.split(ROW_BLOCK):
         gate, up = F.linear(rows, gate_up_JD).chunk(2, dim=-1)
+        if clamp is not None:
+            gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
         outputs.append(F.linear(function(gate) * up, down_DF))
     return torch.cat(outputs) if outputs else torch.empty_like(x_TD)
 
@@ -30,27 +42,53 @@ class DenseLayer:
         self.config = config
         self.weights = weights
 
-    def forward(self, x_TD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """x is normed; [T, D]."""
+    def forward(self, x_SD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """x are the normed own rows; [S, D]."""
+        config, weights = self.config, self.weights
+        x_TD = ctx.gather_rows(x_SD, op="tp_gather")
         with ctx.tracer.span("ffn.dense"):
-            return gated_mlp(x_TD, self.weights["ffn.gate_up"], self.weights["ffn.down"], self.config.activation)
+            out_TD = gated_mlp(
+                x_TD, weights["ffn.gate_up"], weights["ffn.down"], config.activation, config.activation_clamp
+            )
+        return ctx.scatter_sum(out_TD, op="tp_scatter_sum")
 
 
 class MoeLayer:
-    """Routed experts, optionally on a latent of the hidden row, plus shared experts."""
+    """Routed experts, optionally on a latent of the hidden row, plus shared experts. With fewer experts in `weights` than
+    in the config the others are elsewhere in the mesh."""
 
     def __init__(self, index: int, config: MoeConfig, weights: dict[str, torch.Tensor]) -> None:
         self.index = index
         self.config = config
         self.weights = weights
 
-    def forward(self, x_TD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """x is normed; [T, D]."""
+    def forward(self, x_SD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """x are the normed own rows; [S, D]."""
+        config, weights = self.config, self.weights
+        routing = self._route(x_SD, ctx)
+        with ctx.tracer.span("moe.experts"):
+            inner_SW = x_SD if config.latent_dim is None else F.linear(x_SD, weights["moe.latent_in"])
+            out_SW = self._experts(inner_SW, routing, ctx)
+            out_SD = out_SW if config.latent_dim is None else F.linear(out_SW, weights["moe.latent_out"])
+        if config.shared_intermediate:
+            x_TD = ctx.gather_rows(x_SD, op="tp_gather")
+            with ctx.tracer.span("moe.shared"):
+                shared_TD = gated_mlp(
+                    x_TD,
+                    weights["moe.shared_gate_up"],
+                    weights["moe.shared_down"],
+                    config.activation,
+                    config.activation_clamp,
+                )
+            out_SD = out_SD + ctx.scatter_sum(shared_TD, op="tp_scatter_sum")
+        return out_SD
+
+    def _route(self, x_SD: torch.Tensor, ctx: StepContext) -> Routing:
         config, weights = self.config, self.weights
         with ctx.tracer.span("moe.route"):
-            logits_TE = F.linear(x_TD.float(), weights["moe.gate"].float())
+            logits_SE = F.linear(x_SD.float(), weights["moe.gate"].float())
             routing = ctx.kernels.moe.route(
-                logits_TE,
+                logits_SE,
                 weights.get("moe.bias"),
                 topk=config.experts_per_token,
                 scoring=config.scoring,
@@ -59,16 +97,25 @@ class MoeLayer:
                 normalize=config.normalize_weights,
                 scale=config.weight_scale,
             )
-            if ctx.choices is not None:
-                routing = ctx.choices.experts(self.index, config, ctx, logits_TE, routing)
-        with ctx.tracer.span("moe.experts"):
-            inner_TW = x_TD if config.latent_dim is None else F.linear(x_TD, weights["moe.latent_in"])
-            out_TW = ctx.kernels.moe.experts(
-                inner_TW, routing, weights["moe.gate_up"], weights["moe.down"], activation=config.activation
+        if ctx.choices is not None:
+            routing = ctx.choices.experts(self.index, config, ctx, logits_SE, routing)
+        return routing
+
+    def _experts(self, x_SW: torch.Tensor, routing: Routing, ctx: StepContext) -> torch.Tensor:
+        config, weights = self.config, self.weights
+
+        def compute(x_NW: torch.Tensor, local: Routing) -> torch.Tensor:
+            return ctx.kernels.moe.experts(
+                x_NW,
+                local,
+                weights["moe.gate_up"],
+                weights["moe.down"],
+                activation=config.activation,
+                clamp=config.activation_clamp,
+                out_dtype=torch.float32,
             )
-            out_TD = out_TW if config.latent_dim is None else F.linear(out_TW, weights["moe.latent_out"])
-        if config.shared_intermediate:
-            with ctx.tracer.span("moe.shared"):
-                shared = gated_mlp(x_TD, weights["moe.shared_gate_up"], weights["moe.shared_down"], config.activation)
-                out_TD = out_TD + shared
-        return out_TD
+
+        if not ctx.expert_parallel:
+            return compute(x_SW, routing).to(x_SW.dtype)
+        held = expert_ranges(config.num_experts, ctx.mesh.world.size)
+        return run_experts(x_SW, routing, held, ctx.mesh.world, compute).to(x_SW.dtype)

@@ -17,7 +17,7 @@ from longprefill.partition.layout import Fragment
 from longprefill.workers.cache.states import PoolTail
 from longprefill.workers.model.config import IndexerConfig
 from longprefill.workers.model.layers.context import StepContext
-from longprefill.workers.model.layers.rotation import rope_frequencies
+from longprefill.workers.model.layers.rotation import rope_frequencies, rotate
 
 
 def num_dense_rows(run: Fragment, topk: int | None) -> int:
@@ -31,6 +31,11 @@ class Indexer:
         self.config = config
         self.weights = weights
         self.inv_freq = rope_frequencies(config.rope, config.rope_dim)
+
+    @property
+    def selection_width(self) -> int:
+        """Most positions that a query selects: top-k, and the tokens of an incomplete pool."""
+        return self.config.topk + self.config.pool - 1
 
     def key_rows(self, x_SD: torch.Tensor, ctx: StepContext) -> list[torch.Tensor]:
         """Encoded key rows of each run: one a token, or one a pool that the run completes."""
@@ -86,8 +91,7 @@ class Indexer:
             chosen.append(self._select(run, first, query_SIX[rows], weight_SI[rows], ctx))
         if ctx.mesh.tp.size == 1:
             return chosen
-        width = self.config.topk + (self.config.pool - 1 if self.config.pool > 1 else 0)
-        own_SK = torch.full((ctx.run_offsets[-1], width), -1, dtype=torch.int32)
+        own_SK = torch.full((ctx.run_offsets[-1], self.selection_width), -1, dtype=torch.int32)
         for n, selected in enumerate(chosen):
             end = ctx.run_offsets[n + 1]
             own_SK[end - selected.shape[0] : end] = selected
@@ -102,7 +106,7 @@ class Indexer:
     ) -> torch.Tensor:
         config = self.config
         if first_row == run.length:
-            return torch.empty(0, config.topk, dtype=torch.int32)
+            return torch.empty(0, self.selection_width, dtype=torch.int32)
         start = run.start + first_row
         keys = ctx.jobs[run.job].cache.rows(self.index, "index_key", run.end)
         with ctx.tracer.span("indexer", job=run.job):
@@ -123,6 +127,4 @@ class Indexer:
         if self.inv_freq is None or rope is None:
             return x_SHX
         first, rest = x_SHX[..., : self.config.rope_dim], x_SHX[..., self.config.rope_dim :]
-        return torch.cat(
-            (ctx.kernels.rope.rotate(first, ctx.own_positions_S, self.inv_freq, rope.pairing), rest), dim=-1
-        )
+        return torch.cat((rotate(first, ctx.own_positions_S, self.inv_freq, rope, ctx.kernels.rope), rest), dim=-1)

@@ -1,20 +1,24 @@
-"""The residual stream of one step: plain, or Block Attention Residuals. Per token, no communication.
+"""The residual stream of one step: plain, Block Attention Residuals or hyper-connections. Per token, no communication.
 
-    T local rows, D hidden, Q AttnRes queries that share a block list
+    T own rows, D hidden, Q AttnRes queries that share a block list, M residual streams, W mixing weights, F = M D
 
 Block AttnRes (arXiv 2603.15031, the form of Kimi K3): sources of each sublayer's input are the finished block sums
 (the first is the embedding) and the running partial; a block starts at layers 0, n, 2n, ... Softmax over sources of
 query . rmsnorm(source); the values are not normalised.
+
+Hyper-connections (mHC, arXiv 2512.24880, the form of GLM-5.3-Flash): M streams that begin as the embedding; every sublayer
+reads one mixture of them and writes to all, while they are mixed among each other by a nearly doubly stochastic matrix.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 
-from longprefill.kernels.contracts import AttnResPhase1, ResidualKernels
-from longprefill.workers.model.config import AttnResConfig
+from longprefill.kernels.contracts import AttnResPhase1, HyperMix, ResidualKernels
+from longprefill.workers.model.config import AttnResConfig, HyperConnectionConfig, ModelConfig
 
 TWO_PHASE_BLOCKS = 4
 """From this many finished blocks on, phase 1 reads them once for all sublayers of the block; below it one phase costs
@@ -116,3 +120,77 @@ class AttnResStream:
         number = self._phase1_names.index(name)
         mixed = self.kernels.update(self.partial, self._phase1, number, query_D, eps=self.config.eps)
         return mixed.to(self.blocks[0].dtype)
+
+
+class HyperWeights(NamedTuple):
+    """Of one sublayer: what `kernels.residual.hyper_mix` takes."""
+
+    projection_WF: torch.Tensor
+    base_W: torch.Tensor
+    scale_3: torch.Tensor
+
+
+class HyperStream:
+    """`weights` by site: {"layers.N.mixer_hc", "layers.N.ffn_hc"}."""
+
+    def __init__(
+        self,
+        embedding_TD: torch.Tensor,
+        config: HyperConnectionConfig,
+        weights: dict[str, HyperWeights],
+        kernels: ResidualKernels,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.kernels = kernels
+        self.streams_TMD = embedding_TD.unsqueeze(1).expand(-1, config.num_streams, -1).contiguous()
+        self._mix: HyperMix | None = None
+
+    def mixer_input(self, layer: int) -> torch.Tensor:
+        return self._read(f"layers.{layer}.mixer_hc")
+
+    def ffn_input(self, layer: int) -> torch.Tensor:
+        return self._read(f"layers.{layer}.ffn_hc")
+
+    def add(self, output_TD: torch.Tensor) -> None:
+        assert self._mix is not None
+        self.streams_TMD = self.kernels.hyper_update(self.streams_TMD, output_TD, self._mix.post_TM, self._mix.comb_TMM)
+        self._mix = None
+
+    def final(self) -> torch.Tensor:
+        return self.streams_TMD.mean(dim=1)
+
+    def _read(self, site: str) -> torch.Tensor:
+        config = self.config
+        self._mix = self.kernels.hyper_mix(
+            self.streams_TMD,
+            *self.weights[site],
+            iterations=config.sinkhorn_iterations,
+            eps=config.eps,
+            norm_eps=config.norm_eps,
+        )
+        return self._mix.input_TD
+
+
+class ResidualScheme:
+    """Makes the stream of a step; holds what the model's scheme needs of its weights (canonical names)."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
+        self.config = config.residual
+        self.queries: dict[str, torch.Tensor] = {}
+        self.hyper: dict[str, HyperWeights] = {}
+        for name, tensor in weights.items():
+            if name.endswith("_res.query"):
+                norm_D = weights[name.removesuffix("query") + "norm"]
+                self.queries[name.removesuffix(".query")] = tensor.float() * norm_D.float()
+            elif name.endswith("_hc.projection"):
+                site = name.removesuffix(".projection")
+                self.hyper[site] = HyperWeights(tensor, weights[site + ".base"], weights[site + ".scale"])
+
+    def start(self, embedding_TD: torch.Tensor, kernels: ResidualKernels) -> ResidualStream:
+        """The stream before the first layer."""
+        if isinstance(self.config, AttnResConfig):
+            return AttnResStream(embedding_TD, self.config, self.queries, kernels)
+        if isinstance(self.config, HyperConnectionConfig):
+            return HyperStream(embedding_TD, self.config, self.hyper, kernels)
+        return PlainStream(embedding_TD)
