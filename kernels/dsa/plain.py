@@ -18,7 +18,8 @@ from longprefill.kernels.paged import PagedRows
 
 PRODUCT_ROWS = 512
 """Rows (queries times heads) of one matrix product, and KEY_BLOCK its columns: the fp32 products take 1 MB and stay in
-a core's level-2 cache for the ReLU and the head sum that follow; at [2048, 4096] they do not, and all takes half as long again."""
+a core's level-2 cache for the ReLU and the head sum that follow; at [2048, 4096] they do not, and all takes
+half as long again."""
 KEY_BLOCK = 512
 """Keys of one product. Blocks are always full (zeros behind the last key), so equal keys get equal scores wherever they
 lie: a narrower product may add up in another order."""

@@ -115,6 +115,8 @@ def dense(
         raise ValueError(
             f"{rows.num_rows} cached rows, but the last query sees {start + num_queries}: write them first"
         )
+    if num_queries == 0:  # torch's fused kernel ends the process when it has no query
+        return q_THQ.new_empty(0, num_heads, w_uv_HVR.shape[1])
     # Half precision runs in torch's fused CPU kernel, which keeps logits and sums in fp32; elsewhere fp32 products do.
     is_fused = q_THQ.device.type == "cpu" and q_THQ.dtype in (torch.bfloat16, torch.float16)
     dtype = q_THQ.dtype if is_fused else _precision(q_THQ)

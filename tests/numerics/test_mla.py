@@ -190,6 +190,17 @@ def test_dense_stays_finite_at_large_logits() -> None:
     assert float((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt()) < 1e-3
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("start", [0, 70])
+def test_no_queries(backend: Any, dtype: torch.dtype, start: int) -> None:
+    rows, (w_uk_HNR, w_uv_HVR) = paged(make_rows(70)), weights(3, dtype)
+    q_THQ, q_THL = torch.zeros(0, 3, NOPE + ROPE, dtype=dtype), torch.zeros(0, 3, RANK + ROPE, dtype=dtype)
+    assert backend.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=SCALE).shape == (0, 3, VALUE)
+    indices_TS = torch.zeros(0, 4, dtype=torch.int32)
+    assert backend.sparse(q_THL, rows, indices_TS, scale=SCALE, latent_rank=RANK).shape == (0, 3, RANK)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dense_equals_sparse_over_everything_visible(dtype: torch.dtype) -> None:
     num_queries, start = 66, 70
