@@ -1,7 +1,7 @@
 """How a model's weights are split over the mesh: heads and columns over tensor parallelism, experts over all ranks.
 
-A rank runs the same layers with a `local_config` (its heads, its columns) and its share of every tensor (`parameter_ranges`).
-Context parallelism splits no weights. Torch-free.
+A rank runs the same layers with a `local_config` (its heads, its columns) and its share of every tensor
+(`parameter_ranges`). Context parallelism splits no weights. Torch-free.
 
     heads       KDA and MLA: divided evenly, so tp must divide their number
     columns     feed-forward and vocabulary: near-even runs, any number
@@ -111,7 +111,7 @@ def _ranges(name: str, shape: Shape, config: ModelConfig, place: MeshPlace) -> R
         _split_kda(part, whole, spec.mixer, place)
     elif part.startswith("mla.") and isinstance(spec.mixer, MlaConfig):
         _split_mla(part, whole, place)
-    elif part.startswith("ffn.") or part.startswith("moe."):
+    elif part.startswith(("ffn.", "moe.")):
         _split_ffn(part, whole, spec.ffn, place)
     return tuple(whole)
 

@@ -2,9 +2,10 @@
 
     S own rows, N rows at an expert rank, A experts a token, D width, W world ranks
 
-A row goes to a rank once, however many of its experts live there. Sums travel back in fp32 and are added in ascending expert
-order, which is rank order. Counts depend on the routing, so they are exchanged first. Ranks without rows or without experts
-take part in every exchange.
+A row goes to a rank once, however many of its experts live there. Sums travel back in fp32 and are added in ascending
+expert
+order, which is rank order. Counts depend on the routing, so they are exchanged first. Ranks without rows or without
+experts take part in every exchange.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ ROW_BLOCK = 2048
 def gated_mlp(
     x_TD: torch.Tensor, gate_up_JD: torch.Tensor, down_DF: torch.Tensor, activation: str, clamp: float | None = None
 ) -> torch.Tensor:
-    """down(act(gate x) * up x); `gate_up` holds the gate rows first. With `clamp` the gate is cut above it and up beyond it
-    on both sides, before the activation."""
+    """down(act(gate x) * up x); `gate_up` holds the gate rows first. With `clamp` the gate is cut above it and up
+    beyond it on both sides, before the activation."""
     function = {"silu": F.silu, "gelu": F.gelu}[activation]
     outputs: list[torch.Tensor] = []
     for rows in x_TD.split(ROW_BLOCK):
@@ -54,8 +54,8 @@ class DenseLayer:
 
 
 class MoeLayer:
-    """Routed experts, optionally on a latent of the hidden row, plus shared experts. With fewer experts in `weights` than
-    in the config the others are elsewhere in the mesh."""
+    """Routed experts, optionally on a latent of the hidden row, plus shared experts. With fewer experts in `weights`
+    than in the config the others are elsewhere in the mesh."""
 
     def __init__(self, index: int, config: MoeConfig, weights: dict[str, torch.Tensor]) -> None:
         self.index = index

@@ -6,7 +6,8 @@ Block AttnRes (arXiv 2603.15031, the form of Kimi K3): sources of each sublayer'
 (the first is the embedding) and the running partial; a block starts at layers 0, n, 2n, ... Softmax over sources of
 query . rmsnorm(source); the values are not normalised.
 
-Hyper-connections (mHC, arXiv 2512.24880, the form of GLM-5.3-Flash): M streams that begin as the embedding; every sublayer
+Hyper-connections (mHC, arXiv 2512.24880, the form of GLM-5.3-Flash): M streams that begin as the embedding; every
+sublayer
 reads one mixture of them and writes to all, while they are mixed among each other by a nearly doubly stochastic matrix.
 """
 
