@@ -92,14 +92,23 @@ def create_store(host: str = "127.0.0.1") -> tuple[Store, str, int]:
 
 
 class TorchPending(Pending):
-    def __init__(self, group: TorchGroup, call: Call, result_LX: torch.Tensor) -> None:
+    """A gather in flight. The rank's own rows are copied at `wait`, while the others' are still coming."""
+
+    def __init__(
+        self, group: TorchGroup, call: Call, result_LX: torch.Tensor, own_LX: torch.Tensor, local_LX: torch.Tensor
+    ) -> None:
         self._group = group
         self._call = call
         self._result_LX: torch.Tensor | None = result_LX
+        self._own_LX = own_LX
+        self._local_LX = local_LX
 
     def wait(self) -> torch.Tensor:
         if self._result_LX is None:
             raise RuntimeError(f"op '{self._call.op}': the result was already taken: wait once and keep it")
+        began = time.perf_counter()
+        self._own_LX.copy_(self._local_LX)
+        self._group.ledger.add(self._call.op, seconds=time.perf_counter() - began)
         self._group.finish(self._call)
         result_LX, self._result_LX = self._result_LX, None
         return result_LX
@@ -149,7 +158,7 @@ class TorchGroup(Group):
         row_shape = tuple(local_LX.shape[1:])
         result_LX = torch.empty((sum(counts), *row_shape), dtype=local_LX.dtype, device=local_LX.device)
         firsts = [sum(counts[:peer]) for peer in range(self.size)]
-        result_LX[firsts[self.rank] : firsts[self.rank] + counts[self.rank]].copy_(local_LX)
+        own_LX = result_LX[firsts[self.rank] : firsts[self.rank] + counts[self.rank]]
         local_B = as_bytes(local_LX.contiguous())
         call, tag = self._enter(op, (local_LX.dtype, row_shape, tuple(counts)))
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
@@ -157,7 +166,7 @@ class TorchGroup(Group):
         blocks = {peer: as_bytes(result_LX[firsts[peer] : firsts[peer] + counts[peer]]) for peer in peers}
         self._start(call, sends, [Message(peer, tag, block_B) for peer, block_B in blocks.items() if block_B.numel()])
         self.ledger.add(op, seconds=time.perf_counter() - began)
-        return TorchPending(self, call, result_LX)
+        return TorchPending(self, call, result_LX, own_LX, local_LX)
 
     def exchange(
         self,
