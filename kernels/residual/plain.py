@@ -82,11 +82,11 @@ def hyper_mix(
     streams_TMD: torch.Tensor, projection_WF: torch.Tensor, base_W: torch.Tensor, scale_3: torch.Tensor, *,
     iterations: int, eps: float, norm_eps: float,
 ) -> HyperMix:  # fmt: skip
-    """Mixing weights of every token and the sublayer's input (manifold-constrained hyper-connections, arXiv 2512.24880).
+    """Mixing weights of every token and the sublayer's input (hyper-connections, arXiv 2512.24880).
 
     Args:
         streams_TMD: the residual streams.
-        projection_WF: rows of the weights into the sublayer (M), out of it (M) and between the streams (M M, from major).
+        projection_WF: rows of the weights into the sublayer (M), out of it (M), between the streams (M M, from major).
         base_W: added to the scaled projections.
         scale_3: factors of the three kinds of projections.
         iterations: of the Sinkhorn normalisation; columns come last.

@@ -96,7 +96,7 @@ def test_named_models_have_the_agreed_shapes() -> None:
 
 def test_unknown_family_names_it_and_the_known_ones() -> None:
     with pytest.raises(
-        ModelError, match=r"model_type='llama' is not supported: known are kimi_linear, longprefill_hybrid"
+        ModelError, match=r"model_type='llama' is not supported: known are deepseek_v32, glm5_next, .*, kimi_linear, longprefill_hybrid"
     ):
         config_from(changed(HYBRID, model_type="llama"))
     with pytest.raises(ModelError, match="model_type=None"):
@@ -155,7 +155,10 @@ def test_hybrid_refuses(fields: dict[str, Any], message: str) -> None:
         ({"mla_use_nope": False}, r"mla_use_nope=False .* true"),
         ({"attention_bias": True}, r"attention_bias=True"),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu' .* silu"),
-        ({"quantization_config": {"bits": 8}}, r"quantization_config is set"),
+        ({"quantization_config": {"bits": 8}}, r"quantization_config.quant_method is missing"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quant_method='awq' .* one of fp8"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"without weight_block_size"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}}, r"two integers from 1 on"),
         ({"num_key_value_heads": 2}, r"num_key_value_heads=2 .* num_attention_heads=4"),
         ({"attn_res_block_size": 12}, r"attn_res_block_size is set: kimi_linear has no such part"),
         ({"linear_attn_config__gate_lower_bound": -5.0}, r"gate_lower_bound is set"),

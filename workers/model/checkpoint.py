@@ -17,15 +17,23 @@ from safetensors.torch import save_file
 
 from longprefill.partition.errors import ModelError
 from longprefill.workers.model.config import ModelConfig
-from longprefill.workers.model.families.base import Location, Part
+from longprefill.workers.model.families.base import Family, Location, Part
 from longprefill.workers.model.families.registry import config_from, family_named
 from longprefill.workers.model.initial import initial_parameter
+from longprefill.workers.model.parameters import FP32_PARAMETERS
+from longprefill.workers.model.pieces import SCALE_SUFFIX
 from longprefill.workers.model.sizes import RAW_CONFIGS
 from longprefill.workers.model.stored import INDEX_NAME
 from longprefill.workers.model.vocabulary import BOS_TOKEN, EOS_TOKEN, train_tokenizer
 from longprefill.workers.model.weights import parameter_dtype
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
+"""Of what is not FP8."""
+FP8_BLOCK = (128, 128)
+FP8_MAX = 448.0
+SMALLEST_SCALE = 1e-12
+UNQUANTIZED = ("embed", "head", "moe.gate", "indexer.weights_proj", "indexer.pool_gate", "kda.conv")
+"""Ends of matrices that published FP8 checkpoints keep in bf16, besides all that stay fp32."""
 FILES_OF_SIZE = {"tiny": 1, "small": 2, "bench": 2}
 DEAD_HEAD_A_LOG = 9.0
 """Stored for heads that are not live: a reader that takes the wrong ones forgets everything at once."""
@@ -45,30 +53,41 @@ def make_checkpoint(
     if dtype not in DTYPES:
         raise ModelError(f"dtype={dtype!r} is not supported: use one of {', '.join(DTYPES)}")
     raw = RAW_CONFIGS[family, size]
-    config = write_checkpoint(directory, raw, seed, DTYPES[dtype], num_files=FILES_OF_SIZE[size])
+    fp8_block = FP8_BLOCK if dtype == "fp8" else None
+    config = write_checkpoint(directory, raw, seed, DTYPES[dtype], num_files=FILES_OF_SIZE[size], fp8_block=fp8_block)
     write_tokenizer(Path(directory), config.vocab_size)
     return config
 
 
 def write_checkpoint(
-    directory: str | Path, raw_config: Mapping[str, Any], seed: int, dtype: torch.dtype, *, num_files: int = 1
-) -> ModelConfig:
-    """Write config.json, generation_config.json and the weights (no tokenizer) of any config that a family reads.
+    directory: str | Path, raw_config: Mapping[str, Any], seed: int, dtype: torch.dtype, *, num_files: int = 1,
+    fp8_block: tuple[int, int] | None = None,
+) -> ModelConfig:  # fmt: skip
+    """Write config.json, generation_config.json and the weights (no tokenizer) of any config that a family reads; with
+    `fp8_block` its matrices in FP8 with one scale for so many rows and columns.
 
     Raises:
         ModelError: the config is not allowed, or the directory holds something.
     """
-    config = config_from(raw_config)
+    raw = {**raw_config, "dtype": str(dtype).removeprefix("torch.")}
+    if fp8_block is not None:
+        raw["quantization_config"] = {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": list(fp8_block),
+        }
+    config = config_from(raw)
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     if any(target.iterdir()):
         raise ModelError(f"{target} is not empty: give a new directory")
-    raw = {**raw_config, "dtype": str(dtype).removeprefix("torch.")}
     write_json(target / "config.json", raw)
     write_json(target / "generation_config.json", {name: raw.get(name) for name in ("bos_token_id", "eos_token_id")})
-    locations = family_named(config.family).locate(config)
+    family = family_named(config.family)
+    locations = family.locate(config)
     stored_heads = raw_config.get("linear_attn_config", {}).get("num_stored_heads")
-    tensors = _published_tensors(config, locations, seed, dtype, stored_heads)
+    tensors = _published_tensors(config, family, locations, seed, dtype, stored_heads)
     _write_files(target, tensors, _published_bytes(locations, dtype), num_files)
     return config
 
@@ -86,8 +105,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _published_tensors(
-    config: ModelConfig, locations: dict[str, Location], seed: int, dtype: torch.dtype, stored_heads: int | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+    config: ModelConfig, family: Family, locations: dict[str, Location], seed: int, dtype: torch.dtype,
+    stored_heads: int | None,
+) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
     """(published name, tensor) in load order, one canonical parameter alive at a time."""
     for parameter, location in locations.items():
         value = initial_parameter(parameter, location.shape, config, seed)
@@ -95,7 +115,30 @@ def _published_tensors(
             value = torch.cat([value, torch.full((stored_heads - value.numel(),), DEAD_HEAD_A_LOG)])
         value = value.to(parameter_dtype(parameter, dtype))
         for part in location.alternatives[0]:
-            yield part.names[0], _published_form(part, value, config)
+            name, tensor = family.spellings(part.names[0])[0], _published_form(part, value, config)
+            if config.fp8_block is None or not _is_quantized(parameter, tensor):
+                yield name, tensor
+            else:
+                codes, scales = quantize_fp8(tensor, config.fp8_block)
+                yield name, codes
+                yield name + SCALE_SUFFIX, scales
+
+
+def _is_quantized(parameter: str, tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 2 and not parameter.endswith((*UNQUANTIZED, *FP32_PARAMETERS))
+
+
+def quantize_fp8(matrix_RC: torch.Tensor, fp8_block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 codes [R, C], fp32 scales, one a block): a block's largest number becomes the largest code. Blocks at the
+    end may be ragged."""
+    rows, columns = (torch.arange(size) // extent for size, extent in zip(matrix_RC.shape, fp8_block, strict=True))
+    num_blocks = int(rows[-1]) + 1, int(columns[-1]) + 1
+    block_RC = rows[:, None] * num_blocks[1] + columns
+    largest = torch.zeros(num_blocks[0] * num_blocks[1])
+    largest.scatter_reduce_(0, block_RC.flatten(), matrix_RC.float().abs().flatten(), "amax")
+    scales = (largest / FP8_MAX).clamp_min(SMALLEST_SCALE)
+    codes_RC = (matrix_RC.float() / scales[block_RC]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return codes_RC, scales.view(num_blocks)
 
 
 def _published_form(part: Part, value: torch.Tensor, config: ModelConfig) -> torch.Tensor:

@@ -18,7 +18,7 @@ class RopeConfig:
     inv_freq_scale: tuple[float, ...] | None = None
     """Per-frequency factors (yarn and linear scaling come to this); None: all 1."""
     magnitude: float = 1.0
-    """Length of a rotated pair, 1 for a pure rotation; yarn's attention factor where mscale and mscale_all_dim differ."""
+    """Factor on rotated pairs: yarn's attention factor where mscale and mscale_all_dim differ; 1: a pure rotation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,8 @@ ATTENTION_GAIN = 2.0
 HEAD_STD = 2.5
 """Spread of the logits in nats."""
 RES_QUERY_STD = 1.5
+HYPER_BASE_STD = 1.0
+"""Of what mixing weights of hyper-connections start from: streams are read, written and mixed unequally."""
 DECAY_GATE_STD = 0.5
 TAP_STD = 0.5
 """Four taps make variance 1."""
@@ -55,16 +57,18 @@ def initial_parameter(name: str, shape: Shape, config: ModelConfig, seed: int) -
     if isinstance(mixer, KdaConfig) and local in ("kda.a_log", "kda.dt_bias"):
         return _decay_parameter(local, shape, mixer, config, seed, name, generator)
     normal = torch.randn(shape, generator=generator)
-    if local.endswith("norm") or local == "indexer.k_norm.weight":
+    if local.endswith(("norm", "hc.scale")) or local == "indexer.k_norm.weight":
         return 1.0 + NORM_SPREAD * normal
     if local in _PLAIN_STD:
         return _PLAIN_STD[local] * normal
+    if local.endswith("hc.base"):
+        return HYPER_BASE_STD * normal
     if local.endswith("res.query"):
         return RES_QUERY_STD / math.sqrt(shape[0]) * normal
     gain = _GAIN.get(local, 1.0)
     if isinstance(mixer, MlaConfig):
         if local in ("mla.q_b", "mla.q_proj"):
-            gain = DENSE_SCORE_STD if mixer.indexer is None else SPARSE_SCORE_STD
+            gain = DENSE_SCORE_STD if mixer.selection is None else SPARSE_SCORE_STD
         elif local == "mla.o_proj" and mixer.gated:
             gain *= GATED_GAIN
     return gain / math.sqrt(shape[-1]) * normal

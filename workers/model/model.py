@@ -16,7 +16,7 @@ from longprefill.workers.model.layers.attention import AttentionLayer
 from longprefill.workers.model.layers.context import StepContext
 from longprefill.workers.model.layers.feed_forward import DenseLayer, MoeLayer
 from longprefill.workers.model.layers.kda import KdaLayer
-from longprefill.workers.model.layers.residual import AttnResStream, PlainStream, ResidualStream
+from longprefill.workers.model.layers.residual import ResidualScheme
 
 
 class Model:
@@ -30,16 +30,12 @@ class Model:
         self.layers = tuple(
             _Layer(n, spec, config, _scope(weights, f"layers.{n}.")) for n, spec in enumerate(config.layers)
         )
-        self.residual_queries = {
-            name.removesuffix(".query"): weights[name].float() * weights[name.removesuffix("query") + "norm"].float()
-            for name in weights
-            if name.endswith("_res.query")
-        }
+        self.residual = ResidualScheme(config, weights)
 
     def forward(self, token_ids_S: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """All layers over this rank's own rows; returns what the final norm reads, [S, D]. Caches and states are
         updated in `ctx`."""
-        stream = self._stream(self.embed[token_ids_S], ctx)
+        stream = self.residual.start(self.embed[token_ids_S], ctx.kernels.residual)
         for n, layer in enumerate(self.layers):
             with ctx.tracer.span(layer.name, "layer", layer=n):
                 x_TD = ctx.kernels.norm.rms_norm(stream.mixer_input(n), layer.mixer_norm, self.config.norm_eps)
@@ -65,11 +61,6 @@ class Model:
         indexers = [mixer.indexer for mixer in mixers if isinstance(mixer, MlaConfig) and mixer.indexer is not None]
         return max((indexer.pool for indexer in indexers), default=1)
 
-    def _stream(self, embedding_TD: torch.Tensor, ctx: StepContext) -> ResidualStream:
-        if self.config.residual is None:
-            return PlainStream(embedding_TD)
-        return AttnResStream(embedding_TD, self.config.residual, self.residual_queries, ctx.kernels.residual)
-
 
 class _Layer:
     def __init__(self, index: int, spec: LayerConfig, config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
@@ -79,7 +70,7 @@ class _Layer:
             self.name = "kda"
             self.mixer = KdaLayer(index, spec.mixer, weights)
         else:
-            self.name = "mla" if spec.mixer.indexer is None else "dsa"
+            self.name = "mla" if spec.mixer.selection is None else "dsa"
             self.mixer = AttentionLayer(index, spec.mixer, weights)
         if isinstance(spec.ffn, DenseConfig):
             self.ffn = DenseLayer(spec.ffn, weights)

@@ -12,12 +12,16 @@ from typing import NamedTuple
 
 from longprefill.partition.errors import ModelError
 from longprefill.workers.model.config import ModelConfig
-from longprefill.workers.model.families.base import Alternative, Location, Part
+from longprefill.workers.model.families.base import Alternative, Family, Location, Part
 from longprefill.workers.model.families.registry import family_named
 from longprefill.workers.model.parameters import Shape
 from longprefill.workers.model.stored import StoredTensor, read_stored_tensors
 
 LOADABLE_DTYPES = ("BF16", "F16", "F32", "F64")
+FP8_DTYPE = "F8_E4M3"
+SCALE_DTYPES = ("F32", "BF16", "F16")
+SCALE_SUFFIX = "_scale_inv"
+"""Of the tensor that holds an FP8 tensor's scales: what its blocks are multiplied by."""
 UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)
 """Stored buffers that follow from the config."""
 
@@ -30,6 +34,8 @@ class Piece(NamedTuple):
     name: str
     """Of the stored tensor."""
     stored: StoredTensor
+    scales: StoredTensor | None = None
+    """With FP8: the tensor `name` + SCALE_SUFFIX."""
 
 
 def check_weights(model_dir: str | Path, config: ModelConfig) -> None:
@@ -49,13 +55,16 @@ def locate_pieces(model_dir: str | Path, config: ModelConfig) -> list[Piece]:
         ModelError: as `check_weights`.
     """
     stored = read_stored_tensors(model_dir)
-    locations = family_named(config.family).locate(config)
+    family = family_named(config.family)
+    locations = family.locate(config)
     pieces: list[Piece] = []
     for parameter, location in locations.items():
-        found = _find(model_dir, parameter, location, stored)
+        found = _find(model_dir, parameter, location, stored, family)
+        for piece in found:
+            _check_piece(piece, config)
         assert sum(piece.part.shape[0] for piece in found) == _num_rows(location.shape, found)
         pieces += found
-    _refuse_unknown(config, locations, stored)
+    _refuse_unknown(config, family, locations, stored)
     return pieces
 
 
@@ -64,17 +73,16 @@ def _num_rows(shape: Shape, pieces: Sequence[Piece]) -> int:
     return shape[0] if pieces[0].part.expert is None else shape[0] * shape[1]
 
 
-def _find(model_dir: str | Path, parameter: str, location: Location, stored: dict[str, StoredTensor]) -> list[Piece]:
+def _find(
+    model_dir: str | Path, parameter: str, location: Location, stored: dict[str, StoredTensor], family: Family
+) -> list[Piece]:
     missing: list[Part] = []
     for alternative in location.alternatives:
-        pieces = [_piece(parameter, part, stored) for part in alternative]
+        pieces = [_piece(parameter, part, stored, family) for part in alternative]
         if None not in pieces:
-            complete = [piece for piece in pieces if piece is not None]
-            for piece in complete:
-                _check_piece(piece)
-            return complete
+            return [piece for piece in pieces if piece is not None]
         missing.append(_most_telling(alternative, pieces))
-    tried = "; or ".join(" or ".join(part.names) for part in missing)
+    tried = "; or ".join(" or ".join(family.spellings(name)[0] for name in part.names) for part in missing)
     raise ModelError(f"{model_dir}: parameter {parameter} is missing: the checkpoint has no tensor {tried}")
 
 
@@ -83,17 +91,20 @@ def _most_telling(alternative: Alternative, pieces: Sequence[Piece | None]) -> P
     return next(part for part, piece in zip(alternative, pieces, strict=True) if piece is None)
 
 
-def _piece(parameter: str, part: Part, stored: dict[str, StoredTensor]) -> Piece | None:
+def _piece(parameter: str, part: Part, stored: dict[str, StoredTensor], family: Family) -> Piece | None:
     for name in part.names:
-        for spelling in (name, name.removeprefix("model.")):
+        for spelling in family.spellings(name):
             if spelling in stored:
-                return Piece(parameter, part, spelling, stored[spelling])
+                scales = stored.get(spelling + SCALE_SUFFIX) if stored[spelling].dtype == FP8_DTYPE else None
+                return Piece(parameter, part, spelling, stored[spelling], scales)
     return None
 
 
-def _check_piece(piece: Piece) -> None:
+def _check_piece(piece: Piece, config: ModelConfig) -> None:
     path, dtype, shape = piece.stored
-    if dtype not in LOADABLE_DTYPES:
+    if dtype == FP8_DTYPE:
+        _check_scales(piece, config)
+    elif dtype not in LOADABLE_DTYPES:
         allowed = ", ".join(LOADABLE_DTYPES)
         raise ModelError(
             f"{path}: tensor {piece.name} has dtype {dtype}: it must be one of {allowed}: give the bf16 model"
@@ -108,7 +119,32 @@ def _check_piece(piece: Piece) -> None:
         )
 
 
-def _refuse_unknown(config: ModelConfig, locations: dict[str, Location], stored: dict[str, StoredTensor]) -> None:
+def _check_scales(piece: Piece, config: ModelConfig) -> None:
+    """An FP8 tensor needs one scale a block; leading dimensions (fused experts) have their own."""
+    path, _, shape = piece.stored
+    if config.fp8_block is None:
+        raise ModelError(
+            f"{path}: tensor {piece.name} has dtype {FP8_DTYPE}, and config.json no quantization_config that says "
+            "how it is scaled: give the bf16 model"
+        )
+    if piece.scales is None:
+        missing = piece.name + SCALE_SUFFIX
+        raise ModelError(f"{path}: tensor {piece.name} has dtype {FP8_DTYPE} and its scales {missing} are missing")
+    if len(shape) < 2:
+        raise ModelError(f"{path}: tensor {piece.name} {list(shape)} has dtype {FP8_DTYPE}: only matrices can")
+    blocks = [-(-size // extent) for size, extent in zip(shape[-2:], config.fp8_block, strict=True)]
+    need = (*shape[:-2], *blocks)
+    if piece.scales.shape != need or piece.scales.dtype not in SCALE_DTYPES:
+        raise ModelError(
+            f"{piece.scales.path}: tensor {piece.name}{SCALE_SUFFIX} is {piece.scales.dtype} "
+            f"{list(piece.scales.shape)}: it must be {' or '.join(SCALE_DTYPES)} {list(need)}, "
+            f"one number for each block of {config.fp8_block[0]} x {config.fp8_block[1]}"
+        )
+
+
+def _refuse_unknown(
+    config: ModelConfig, family: Family, locations: dict[str, Location], stored: dict[str, StoredTensor]
+) -> None:
     """A tensor that no parameter reads (a bias, say) means other maths than ours: refuse it. Layers beyond the model's
     (multi-token prediction) and tied heads are left alone.
     """
@@ -118,15 +154,25 @@ def _refuse_unknown(config: ModelConfig, locations: dict[str, Location], stored:
         for alternative in location.alternatives
         for part in alternative
         for name in part.names
-        for spelling in (name, name.removeprefix("model."))
+        for spelling in family.spellings(name)
     }
+    known |= {name + SCALE_SUFFIX for name in known if name in stored and stored[name].dtype == FP8_DTYPE}
     for name, tensor in stored.items():
+        if name.startswith(family.foreign_prefixes):
+            continue
         if name in known or name.endswith(UNUSED_SUFFIXES) or (config.tie_embeddings and name == "lm_head.weight"):
             continue
-        words = name.removeprefix("model.").split(".")
-        if words[0] == "layers" and words[1].isdigit() and int(words[1]) >= len(config.layers):
+        if _is_beyond_last_layer(name, config, family):
             continue
         raise ModelError(
             f"{tensor.path}: tensor {name} {list(tensor.shape)} is unknown to family {config.family}: "
             "this checkpoint has a part that the family lacks"
         )
+
+
+def _is_beyond_last_layer(name: str, config: ModelConfig, family: Family) -> bool:
+    for prefix in family.body_prefixes:
+        words = name.removeprefix(prefix).split(".") if name.startswith(prefix) else []
+        if len(words) > 1 and words[0] == "layers" and words[1].isdigit():
+            return int(words[1]) >= len(config.layers)
+    return False

@@ -45,6 +45,74 @@ _KIMI: dict[str, Any] = {
     "use_grouped_topk": True,
 }
 
+_DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": MAX_TOKENS,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+}
+
+_GLM: dict[str, Any] = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": MAX_TOKENS,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+    "indexer_rope_interleave": True,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+}
+
+_GLM_NEXT_TEXT: dict[str, Any] = {
+    "model_type": "glm5_next_text",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": MAX_TOKENS,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "qk_rope_head_dim": 0,
+    "index_kpool": 4,
+    "index_kpool_always_select_tail": True,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "swiglu_limit": 10.0,
+    "hc_mult": 4,
+    "hc_eps": 1e-6,
+    "hc_sinkhorn_iters": 20,
+}
+
 _LARGE_ATTENTION: dict[str, Any] = {
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
@@ -100,6 +168,43 @@ def _kimi_layers(num_layers: int, num_heads: int, head_dim: int) -> dict[str, An
         "short_conv_kernel_size": 4,
     }
 
+
+def _published(raw: dict[str, Any]) -> dict[str, Any]:
+    """The same sizes in the spelling of DeepSeek and GLM."""
+    spelling = {"num_experts": "n_routed_experts", "num_experts_per_token": "num_experts_per_tok"}
+    return {spelling.get(name, name): value for name, value in raw.items()}
+
+
+def _glm_next(text: dict[str, Any], num_heads: int, head_dim: int) -> dict[str, Any]:
+    """A multimodal config without a vision tower; every fourth layer is DSA."""
+    num_layers = text["num_hidden_layers"]
+    dsa = [index for index in range(num_layers) if index % 4 == 3]
+    types = ["deepseek_sparse_attention" if index in dsa else "linear_attention" for index in range(num_layers)]
+    return {
+        "architectures": ["Glm5NextForConditionalGeneration"],
+        "model_type": "glm5_next",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": False,
+        "text_config": _published(_GLM_NEXT_TEXT | text)
+        | {
+            "qk_rope_head_dim": 0,
+            "layer_types": types,
+            "linear_attn_config": {
+                "num_heads": num_heads,
+                "head_dim": head_dim,
+                "short_conv_kernel_size": 4,
+                "gate_lower_bound": -5.0,
+                "kda_layers": [index for index in range(num_layers) if index not in dsa],
+                "full_attn_layers": dsa,
+            },
+        },
+    }
+
+
+_TINY_INDEXER = {"q_lora_rank": 48, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 32}
+_SMALL_INDEXER = {"q_lora_rank": 256, "index_n_heads": 16, "index_head_dim": 64, "index_topk": 256}
+_BENCH_INDEXER = {"q_lora_rank": 512, "index_n_heads": 16, "index_head_dim": 128, "index_topk": 512}
 
 RAW_CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
     ("longprefill_hybrid", "tiny"): _HYBRID
@@ -169,5 +274,21 @@ RAW_CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
     ("kimi_linear", "bench"): _KIMI
     | _BENCH
     | {"num_key_value_heads": 16, "q_lora_rank": None, "linear_attn_config": _kimi_layers(8, 8, 128)},
+    ("deepseek_v32", "tiny"): _published(_DEEPSEEK | _TINY | _TINY_INDEXER)
+    | {"first_k_dense_replace": 1, "n_group": 3, "topk_group": 2},
+    ("deepseek_v32", "small"): _published(_DEEPSEEK | _SMALL | _SMALL_INDEXER)
+    | {"intermediate_size": 1408, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+    ("deepseek_v32", "bench"): _published(_DEEPSEEK | _BENCH | _BENCH_INDEXER)
+    | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+    ("glm_moe_dsa", "tiny"): _published(_GLM | _TINY | _TINY_INDEXER)
+    | {"first_k_dense_replace": 1, "indexer_types": ["full", "full", "shared", "shared"]},
+    ("glm_moe_dsa", "small"): _published(_GLM | _SMALL | _SMALL_INDEXER)
+    | {"intermediate_size": 1408, "first_k_dense_replace": 1, "indexer_types": ["full", "full", "shared", "full"]},
+    ("glm_moe_dsa", "bench"): _published(_GLM | _BENCH | _BENCH_INDEXER) | {"first_k_dense_replace": 1},
+    ("glm5_next", "tiny"): _glm_next(_TINY | _TINY_INDEXER | {"first_k_dense_replace": 1}, 4, 16),
+    ("glm5_next", "small"): _glm_next(
+        _SMALL | _SMALL_INDEXER | {"intermediate_size": 1408, "first_k_dense_replace": 1}, 4, 128
+    ),
+    ("glm5_next", "bench"): _glm_next(_BENCH | _BENCH_INDEXER | {"first_k_dense_replace": 1}, 8, 128),
 }
 """By (family, size)."""

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from longprefill.partition.errors import ModelError
 from longprefill.workers.model.config import ModelConfig
 from longprefill.workers.model.parameters import FP32_PARAMETERS, Shape, parameter_shapes
-from longprefill.workers.model.pieces import Piece, check_weights, locate_pieces
+from longprefill.workers.model.pieces import SCALE_SUFFIX, Piece, check_weights, locate_pieces
 from longprefill.workers.model.stored import fingerprint
 
 __all__ = ["Piece", "TensorReader", "check_weights", "fingerprint", "load_weights", "parameter_dtype", "weights_bytes"]
@@ -51,7 +51,7 @@ def load_weights(
         name: torch.empty(shape, dtype=parameter_dtype(name, dtype), device=device)
         for name, shape in parameter_shapes(config).items()
     }
-    with TensorReader() as reader:
+    with TensorReader(config.fp8_block) as reader:
         for piece in sorted(pieces, key=lambda piece: piece.stored.path):
             target = weights[piece.parameter]
             if piece.part.expert is not None:
@@ -66,7 +66,10 @@ def load_weights(
 class TensorReader:
     """Reads blocks of stored tensors, one open file at a time. A context manager; one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, fp8_block: tuple[int, int] | None = None) -> None:
+        """`fp8_block`: rows and columns that share a scale in FP8 tensors (ModelConfig.fp8_block)."""
+        self._fp8_block = fp8_block
+        self._scales: tuple[str, torch.Tensor] | None = None
         self._path: Path | None = None
         self._file: Any = None
         self._handle: Any = None
@@ -79,19 +82,32 @@ class TensorReader:
         self._close()
 
     def read_block(self, piece: Piece, block: Sequence[slice]) -> torch.Tensor:
-        """A range of every dimension of the piece (as `piece.part.shape` counts them), in the stored dtype. The result
-        may view the mapped file: copy it before the next call.
+        """A range of every dimension of the piece (as `piece.part.shape` counts them), in the stored dtype, or
+        fp32 from FP8. The result may view the mapped file: copy it before the next call.
 
         Raises:
             ModelError: the file vanished or changed since its header was read.
         """
-        try:
-            self._open(piece.stored.path)
-            stored = self._handle.get_slice(piece.name)[_stored_block(piece.stored.shape, piece.part.shape, block)]
-        except (OSError, RuntimeError, ValueError) as error:
-            raise ModelError(f"{piece.stored.path} cannot be read: tensor {piece.name}: {error}") from error
-        self._bytes_read += stored.numel() * stored.element_size()
+        ranges = _stored_block(piece.stored.shape, piece.part.shape, block)
+        if piece.scales is not None and (self._scales is None or self._scales[0] != piece.name):
+            # read before the codes: the scales may be in another file, and one is open at a time
+            whole = tuple(slice(0, size) for size in piece.scales.shape)
+            scales = self._read(piece.scales.path, piece.name + SCALE_SUFFIX, whole)
+            self._scales = piece.name, scales.float().clone()
+        stored = self._read(piece.stored.path, piece.name, ranges)
+        if piece.scales is not None:
+            assert self._scales is not None and self._fp8_block is not None
+            stored = dequantize_block(stored, self._scales[1], ranges, self._fp8_block)
         return stored.reshape([rows.stop - rows.start for rows in block])
+
+    def _read(self, path: Path, name: str, ranges: tuple[slice, ...]) -> torch.Tensor:
+        try:
+            self._open(path)
+            stored = self._handle.get_slice(name)[ranges]
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ModelError(f"{path} cannot be read: tensor {name}: {error}") from error
+        self._bytes_read += stored.numel() * stored.element_size()
+        return stored
 
     def _open(self, path: Path) -> None:
         if path == self._path and self._bytes_read < REOPEN_BYTES:
@@ -105,6 +121,24 @@ class TensorReader:
         if self._file is not None:
             self._file.__exit__(None, None, None)
         self._path = self._file = self._handle = None
+
+
+def dequantize_block(
+    codes: torch.Tensor, scales: torch.Tensor, ranges: Sequence[slice], fp8_block: tuple[int, int]
+) -> torch.Tensor:
+    """fp32 values of a range of an FP8 tensor.
+
+    Args:
+        codes: e4m3, the range of the stored tensor.
+        scales: of the whole stored tensor, one number a block of its last two dimensions; blocks at the end are ragged.
+        ranges: where the codes are in the stored tensor.
+        fp8_block: rows and columns of a block.
+    """
+    factors = scales[tuple(ranges[:-2])]
+    for dim, rows, extent in zip((-2, -1), ranges[-2:], fp8_block, strict=True):
+        of_number = torch.arange(rows.start, rows.stop) // extent
+        factors = factors.index_select(dim, of_number)
+    return codes.float() * factors
 
 
 def _slabs(shape: Shape) -> Iterator[slice]:

@@ -15,7 +15,7 @@ class Part:
     """One stored tensor and the rows of a canonical parameter that it fills."""
 
     names: tuple[str, ...]
-    """Spellings, the published one first; each is looked up with and without its leading `model.`."""
+    """Spellings, the published one first; a leading `model.` stands for any of the family's `body_prefixes`."""
     shape: Shape
     """What it must have, apart from dimensions of size 1. The first dimension counts rows."""
     row: int
@@ -49,3 +49,13 @@ class Family:
     """From the parsed config.json. Raises `ModelError`."""
     locate: Callable[[ModelConfig], dict[str, Location]]
     """One `Location` for every name of `parameter_shapes(config)`."""
+    body_prefixes: tuple[str, ...] = ("model.", "")
+    """What tensors of the body (all but the head) may begin with, the published prefix first."""
+    foreign_prefixes: tuple[str, ...] = ()
+    """Beginnings of tensors that belong to parts which are not read, as a vision tower."""
+
+    def spellings(self, name: str) -> tuple[str, ...]:
+        """Every name under which the tensor that `Part.names` calls `name` may be stored, the published one first."""
+        if not name.startswith("model."):
+            return (name,)
+        return tuple(prefix + name.removeprefix("model.") for prefix in self.body_prefixes)

@@ -6,11 +6,14 @@ from longprefill.partition.errors import ModelError
 from longprefill.workers.model.config import DenseConfig, MoeConfig
 from longprefill.workers.model.families.fields import Fields
 
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Spellings of the number of routed experts."""
+
 
 def read_feed_forwards(
-    fields: Fields, num_layers: int, *, activation: str, first_dense: int
+    fields: Fields, num_layers: int, *, activation: str, first_dense: int, clamp: float | None = None
 ) -> list[DenseConfig | MoeConfig]:
-    """The feed-forward of every layer. `first_dense` is the default of `first_k_dense_replace`.
+    """The feed-forward of every layer. `first_dense` is the default of `first_k_dense_replace`, `clamp` cuts gates.
 
     Raises:
         ModelError: a field is missing or out of range.
@@ -18,9 +21,10 @@ def read_feed_forwards(
     is_dense = dense_layers(fields, num_layers, first_dense)
     dense = moe = None
     if any(is_dense) or fields.has("intermediate_size"):
-        dense = DenseConfig(intermediate=fields.integer("intermediate_size"), activation=activation)
-    if not all(is_dense) or fields.has("num_experts", "num_local_experts"):
-        moe = read_moe(fields, activation)
+        intermediate = fields.integer("intermediate_size")
+        dense = DenseConfig(intermediate=intermediate, activation=activation, activation_clamp=clamp)
+    if not all(is_dense) or fields.has(*NUM_EXPERTS):
+        moe = read_moe(fields, activation, clamp)
     kinds = [dense if layer_is_dense else moe for layer_is_dense in is_dense]
     return [kind for kind in kinds if kind is not None]
 
@@ -32,16 +36,16 @@ def dense_layers(fields: Fields, num_layers: int, first_dense: int) -> list[bool
     if fields.has("mlp_layer_types"):
         words = fields.words("mlp_layer_types", among=("dense", "sparse"), length=num_layers)
         return [word == "dense" for word in words]
-    if not fields.has("num_experts", "num_local_experts"):
+    if not fields.has(*NUM_EXPERTS):
         if fields.has("first_k_dense_replace", "moe_intermediate_size"):
             raise ModelError("config.json: field num_experts is missing, and other fields ask for experts: add it")
         return [True] * num_layers
     return [index < num_dense or index % frequency != 0 for index in range(num_layers)]
 
 
-def read_moe(fields: Fields, activation: str) -> MoeConfig:
+def read_moe(fields: Fields, activation: str, clamp: float | None = None) -> MoeConfig:
     """Router, experts, shared experts and the width that the experts work at."""
-    num_experts = fields.integer("num_experts", "num_local_experts")
+    num_experts = fields.integer(*NUM_EXPERTS)
     num_groups = fields.integer("num_expert_group", "n_group", default=1)
     group_size = num_experts // num_groups
     if num_experts % num_groups or (num_groups > 1 and group_size < 2):
@@ -65,4 +69,5 @@ def read_moe(fields: Fields, activation: str) -> MoeConfig:
         normalize_weights=fields.flag("moe_renormalize", "norm_topk_prob", default=True),
         weight_scale=fields.number("routed_scaling_factor", default=1.0),
         activation=activation,
+        activation_clamp=clamp,
     )

@@ -29,6 +29,10 @@ class Fields:
         self._read.update(names)
         return any(self._raw.get(name) is not None for name in names)
 
+    def says(self, name: str) -> bool:
+        """Is the field present, be it null?"""
+        return name in self._raw
+
     def integer(self, *names: str, default: Any = REQUIRED, minimum: int = 1, maximum: int | None = None) -> int:
         """A whole number; true and false are not numbers, null counts as absent."""
         name, value = self._take(names, default, nullable=False)
@@ -74,6 +78,15 @@ class Fields:
             if word not in among:
                 raise self.error(f"{name}[{index}]", word, "one of " + ", ".join(sorted(among)))
         return value
+
+    def pattern(self, name: str, *, among: Collection[str], length: int) -> list[str]:
+        """As `words`, or a text whose letters are the words."""
+        _, value = self._take((name,), REQUIRED, nullable=False)
+        if not isinstance(value, str):
+            return self.words(name, among=among, length=length)
+        if len(value) != length or not set(value) <= set(among):
+            raise self.error(name, value, f"{length} letters or words, each one of " + ", ".join(sorted(among)))
+        return list(value)
 
     def integers(self, *names: str, default: Any = REQUIRED) -> list[int]:
         """A list of whole numbers from 0 on."""

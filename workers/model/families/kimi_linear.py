@@ -14,6 +14,7 @@ from longprefill.workers.model.families.base import Family, Location
 from longprefill.workers.model.families.feed_forward import read_feed_forwards
 from longprefill.workers.model.families.fields import Fields
 from longprefill.workers.model.families.naming import NUMBERED, locate
+from longprefill.workers.model.families.quantization import read_fp8_block
 
 LATENT_NORM_EPS = 1e-6
 """Of the norms of the query and key-value latents, whatever `rms_norm_eps` says: published codes leave it at this."""
@@ -47,6 +48,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         max_tokens=fields.integer("model_max_length", "max_position_embeddings"),
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size=vocab_size),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+        fp8_block=read_fp8_block(fields),
     )
 
 
@@ -57,8 +59,6 @@ def refuse_variants(fields: Fields) -> None:
     if fields.flag("attention_bias", default=False):
         raise fields.error("attention_bias", True, "false: projections without bias")
     fields.choice("hidden_act", among=("silu",), default="silu")
-    if fields.has("quantization_config"):
-        raise ModelError("config.json: quantization_config is set: give the model's unquantized checkpoint")
     for name in K3_FIELDS:
         if fields.has(name):
             raise ModelError(f"config.json: {name} is set: kimi_linear has no such part, longprefill_hybrid has")

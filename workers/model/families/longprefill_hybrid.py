@@ -23,6 +23,7 @@ from longprefill.workers.model.families.base import Family, Location
 from longprefill.workers.model.families.feed_forward import read_feed_forwards
 from longprefill.workers.model.families.fields import Fields
 from longprefill.workers.model.families.naming import PROJECTIONS, locate
+from longprefill.workers.model.families.quantization import read_fp8_block
 from longprefill.workers.model.families.rope import read_rotation
 
 IGNORED_FIELDS = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "pad_token_id")
@@ -72,6 +73,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         max_tokens=fields.integer("max_position_embeddings", "model_max_length"),
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size=vocab_size),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+        fp8_block=read_fp8_block(fields),
     )
     fields.refuse_unread(IGNORED_FIELDS)
     return config

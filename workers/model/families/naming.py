@@ -65,6 +65,12 @@ WHOLE_NAMES: dict[str, tuple[str, ...]] = {
     "mixer_res.norm": ("mixer_res.norm.weight",),
     "ffn_res.query": ("ffn_res.query",),
     "ffn_res.norm": ("ffn_res.norm.weight",),
+    "mixer_hc.projection": ("hc_attn_fn", "attn_hc.fn"),
+    "mixer_hc.base": ("hc_attn_base", "attn_hc.base"),
+    "mixer_hc.scale": ("hc_attn_scale", "attn_hc.scale"),
+    "ffn_hc.projection": ("hc_ffn_fn", "ffn_hc.fn"),
+    "ffn_hc.base": ("hc_ffn_base", "ffn_hc.base"),
+    "ffn_hc.scale": ("hc_ffn_scale", "ffn_hc.scale"),
 }
 """Parameters of a layer that are one tensor: canonical name without `layers.N.` to names without `model.layers.N.`."""
 

@@ -10,11 +10,27 @@ from typing import Any
 
 from longprefill.partition.errors import ModelError
 from longprefill.workers.model.config import ModelConfig
-from longprefill.workers.model.families import kimi_linear, longprefill_hybrid
+from longprefill.workers.model.families import (
+    deepseek_v32,
+    glm5_next,
+    glm_moe_dsa,
+    kimi_linear,
+    longprefill_hybrid,
+)
 from longprefill.workers.model.families.base import Family
 from longprefill.workers.model.families.fields import Fields
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (kimi_linear.FAMILY, longprefill_hybrid.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        deepseek_v32.FAMILY,
+        glm5_next.FAMILY,
+        glm5_next.TEXT_FAMILY,
+        glm_moe_dsa.FAMILY,
+        kimi_linear.FAMILY,
+        longprefill_hybrid.FAMILY,
+    )
+}
 
 
 def family_named(model_type: object) -> Family:
