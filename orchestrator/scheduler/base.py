@@ -36,25 +36,24 @@ class Policy(ABC):
         return
 
     @abstractmethod
-    def keys(self, table: JobTable, now: float) -> np.ndarray:
-        """One number a slot [table.end], the smallest goes first; ties go to the earlier arrival, then the lower id."""
+    def keys(self, table: JobTable, now: float, slots: np.ndarray) -> np.ndarray:
+        """One number for each of the slots; the smallest goes first, ties to the earlier arrival, then the lower id."""
 
     def pick(self, table: JobTable, now: float, num_units: int, eligible: np.ndarray) -> Pick | None:
         """The next of the eligible slots ([table.end] bool), None when there is none."""
-        slot = first_slot(table, self.keys(table, now), eligible)
+        slot = self.first(table, now, eligible)
         return None if slot is None else Pick(slot, self.name, False)
 
-
-def first_slot(table: JobTable, keys: np.ndarray, eligible: np.ndarray) -> int | None:
-    """The eligible slot with the smallest key; ties by arrival, then job number, so that slots never matter."""
-    if not eligible.any():
-        return None
-    masked = np.where(eligible, keys, np.inf)
-    best = np.flatnonzero(masked == masked.min())
-    if len(best) > 1:
-        best = [slot for slot in best if eligible[slot]]
-        return int(min(best, key=lambda slot: (table.arrival_s[slot], table.job_at(int(slot)).id)))
-    return int(best[0])
+    def first(self, table: JobTable, now: float, eligible: np.ndarray) -> int | None:
+        """The eligible slot with the smallest key; ties by arrival, then job number, so that slots never matter."""
+        slots = eligible.nonzero()[0]
+        if len(slots) < 2:
+            return int(slots[0]) if len(slots) else None
+        keys = self.keys(table, now, slots)
+        best = (keys == keys.min()).nonzero()[0]
+        if len(best) == 1:
+            return int(slots[best[0]])
+        return min(slots[best].tolist(), key=lambda slot: (table.arrival_s[slot], table.job_at(slot).id))
 
 
 def make_policy(name: str) -> Policy:

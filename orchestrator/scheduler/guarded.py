@@ -21,7 +21,7 @@ from math import isfinite
 
 import numpy as np
 
-from longprefill.orchestrator.scheduler.base import Pick, Policy, first_slot
+from longprefill.orchestrator.scheduler.base import Pick, Policy
 from longprefill.orchestrator.scheduler.table import JobTable
 
 HISTORY = 4096
@@ -70,26 +70,28 @@ class Guarded(Policy):
             promise_s = asked_s
         table.latest_s[slot] = promise_s
         place = int(np.searchsorted(table.latest_s[self._order], promise_s, side="right"))
-        self._order = np.insert(self._order, place, slot)
+        self._order = np.concatenate([self._order[:place], [slot], self._order[place:]])
 
     def leave(self, table: JobTable, slot: int) -> None:
         self._order = self._order[self._order != slot]
 
-    def keys(self, table: JobTable, now: float) -> np.ndarray:
-        end = table.end
-        remaining_s, latest_s = table.remaining_s[:end], table.latest_s[:end]
-        whole_s = latest_s - table.arrival_s[:end] - table.isolated_s[:end]
-        left_s = np.maximum(latest_s - now - remaining_s, 0.0)
-        share = np.divide(left_s, whole_s, out=np.ones(end), where=whole_s > 0)
-        is_document = table.tokens[:end] >= self.settings.document_tokens
-        return remaining_s / table.weight[:end] * np.where(is_document, np.minimum(share, 1.0), 1.0)
+    def keys(self, table: JobTable, now: float, slots: np.ndarray) -> np.ndarray:
+        remaining_s = table.remaining_s[slots]
+        keys = remaining_s / table.weight[slots]
+        documents = (table.tokens[slots] >= self.settings.document_tokens).nonzero()[0]
+        if len(documents):
+            slots, remaining_s = slots[documents], remaining_s[documents]
+            whole_s = np.maximum(table.latest_s[slots] - table.arrival_s[slots] - table.isolated_s[slots], 1e-9)
+            left_s = np.maximum(table.latest_s[slots] - now - remaining_s, 0.0)
+            keys[documents] *= np.minimum(left_s / whole_s, 1.0)
+        return keys
 
     def pick(self, table: JobTable, now: float, num_units: int, eligible: np.ndarray) -> Pick | None:
-        slot = first_slot(table, self.keys(table, now), eligible)
+        slot = self.first(table, now, eligible)
         if slot is None:
             return None
         order = self._order
-        place = int(np.flatnonzero(order == slot)[0])
+        place = int((order == slot).argmax())
         if place == 0:
             return Pick(slot, "shortest; its promise is the earliest", False)
         before = order[:place]

@@ -120,7 +120,9 @@ class Scheduler:
         fleet, table = self._fleet, self._table
         while self._num_ready and fleet.num_free:
             end = table.end
-            eligible = table.is_ready[:end] & (table.need_bytes[:end] <= fleet.most_free_bytes())
+            eligible = table.is_ready[:end].copy()
+            if fleet.settings.cache_bytes is not None:
+                eligible &= table.need_bytes[:end] <= fleet.most_free_bytes()
             decision = self._first_that_fits(now, eligible)
             if decision is None:
                 break
@@ -165,7 +167,7 @@ class Scheduler:
     def unit_lost(self, unit: int, now: float) -> UnitLoss:
         """A unit is gone: its step ends for all its units, and jobs go on elsewhere from where they can."""
         fleet = self._fleet
-        fleet.is_alive[unit] = False
+        fleet.lose(unit)
         lost: list[int] = []
         for step in sorted(self._steps):
             decision = self._steps[step]
@@ -191,7 +193,7 @@ class Scheduler:
 
     def unit_back(self, unit: int) -> None:
         """A lost unit works again, empty."""
-        self._fleet.is_alive[unit] = True
+        self._fleet.regain(unit)
 
     def _first_that_fits(self, now: float, eligible: np.ndarray) -> StepDecision | None:
         """The policy's first job that has a place; behind an urgent one without a place, only started jobs may run."""

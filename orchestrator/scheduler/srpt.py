@@ -11,6 +11,5 @@ from longprefill.orchestrator.scheduler.table import JobTable
 class Srpt(Policy):
     name = "srpt"
 
-    def keys(self, table: JobTable, now: float) -> np.ndarray:
-        end = table.end
-        return table.remaining_s[:end] / table.weight[:end]
+    def keys(self, table: JobTable, now: float, slots: np.ndarray) -> np.ndarray:
+        return table.remaining_s[slots] / table.weight[slots]

@@ -1,0 +1,5 @@
+"""A cluster that exists only in numbers: the real scheduler over virtual units, links, decode workers and caches.
+
+`engine` is the clock; `events` are what happens; `cluster` is the file that describes the machine; `trace` the jobs;
+`costs` how long a step takes; `prefix_cache` what is kept; `replay` one run; `metrics` its figures; `sweep` scaling.
+"""
