@@ -113,6 +113,17 @@ def _serves_any_device(device_type: str) -> None:
     """No refusal: the module is made of torch operators."""
 
 
+def _compiled_refusal(device_type: str) -> str | None:
+    # Building needs a compiler, loading needs torch: neither when this table is imported.
+    from longprefill.kernels.native.library import refusal
+
+    return refusal(device_type)
+
+
+def _compiled_backend(folder: str) -> Backend:
+    return Backend("cpu", f"longprefill.kernels.{folder}.cpu", _compiled_refusal)
+
+
 def _torch_backends(folder: str) -> tuple[Backend, ...]:
     return tuple(
         Backend(name, f"longprefill.kernels.{folder}.{name}", _serves_any_device) for name in ("plain", "reference")
@@ -121,12 +132,12 @@ def _torch_backends(folder: str) -> tuple[Backend, ...]:
 
 _BACKENDS: dict[str, tuple[Backend, ...]] = {
     "kda": _torch_backends("kda"),
-    "conv": _torch_backends("conv"),
+    "conv": (_compiled_backend("conv"), *_torch_backends("conv")),
     "indexer": _torch_backends("dsa"),
     "mla": _torch_backends("mla"),
     "moe": _torch_backends("moe"),
-    "residual": _torch_backends("residual"),
-    "norm": _torch_backends("norm"),
+    "residual": (_compiled_backend("residual"), *_torch_backends("residual")),
+    "norm": (_compiled_backend("norm"), *_torch_backends("norm")),
     "rope": _torch_backends("rope"),
     "sampling": _torch_backends("sampling"),
 }

@@ -15,9 +15,14 @@ from hypothesis import strategies as st
 from longprefill.kernels.residual import plain, reference
 
 from .test_kda import load_fla
+from .compiled import compiled_backends
 from .tolerances import assert_close
 
-BACKENDS = [pytest.param(reference, id="reference"), pytest.param(plain, id="plain")]
+BACKENDS = [
+    pytest.param(reference, id="reference"),
+    pytest.param(plain, id="plain"),
+    *compiled_backends("residual"),
+]
 EPS = 1e-6
 
 

@@ -15,9 +15,14 @@ from hypothesis import strategies as st
 
 from longprefill.kernels.conv import plain, reference
 
+from .compiled import compiled_backends
 from .tolerances import assert_close
 
-BACKENDS = [pytest.param(reference, id="reference"), pytest.param(plain, id="plain")]
+BACKENDS = [
+    pytest.param(reference, id="reference"),
+    pytest.param(plain, id="plain"),
+    *compiled_backends("conv"),
+]
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -13,9 +13,14 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNo
 
 from longprefill.kernels.norm import plain, reference
 
+from .compiled import compiled_backends
 from .tolerances import assert_close
 
-BACKENDS = [pytest.param(reference, id="reference"), pytest.param(plain, id="plain")]
+BACKENDS = [
+    pytest.param(reference, id="reference"),
+    pytest.param(plain, id="plain"),
+    *compiled_backends("norm"),
+]
 DTYPES = [torch.float32, torch.bfloat16]
 EPS = 1e-5
 

@@ -1,0 +1,238 @@
+"""Builds the compiled kernels: one shared library an instruction set, from `kernels/*/cpu_src/*.cpp`.
+
+    python -m longprefill.kernels.native.build            build for this processor (or LONGPREFILL_ISA), print the path
+    python -m longprefill.kernels.native.build --all      every instruction set that this processor can run
+
+Does not import torch: its headers and version are found without. Libraries lie in a cache of the user, under a name
+that holds everything they depend on: a changed source, compiler, flag or torch is another file, nothing is ever stale.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .isa import chosen_isa, compiler_flags, supported_isas
+
+logger = logging.getLogger(__name__)
+
+KERNELS = Path(__file__).resolve().parent.parent
+INCLUDE = Path(__file__).resolve().parent / "include"
+CACHE_VARIABLE = "LONGPREFILL_CACHE"
+
+BASE_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+    # Vectors are passed inside one translation unit only; every symbol but the registrations stays inside the library,
+    # or a function compiled for AVX-512 could be taken by the portable library in the same process.
+    *("-Wall", "-Wno-psabi", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-fno-gnu-unique"),
+)
+"""No -ffast-math: NaN, infinities and the order of sums are part of the contract."""
+
+LINK_FLAGS = ("-shared", "-fopenmp", "-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL")
+OUTPUT_LINES = 20
+"""How much of a failed compiler's output the error repeats."""
+
+
+class BuildError(RuntimeError):
+    """The library cannot be built here: no compiler, no headers, or what the compiler said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Torch:
+    folder: Path
+    version: str
+
+
+def build(isa: str | None = None) -> Path:
+    """The library for `isa` (None: the chosen one), built if it is not in the cache yet.
+
+    Safe in any number of processes at once: one builds, the others wait for its lock and take the result.
+
+    Raises:
+        BuildError: no compiler and no library of these sources in the cache, no torch headers, or a failed compilation.
+        IsaError: LONGPREFILL_ISA is wrong.
+    """
+    isa = chosen_isa() if isa is None else isa
+    torch, folder = _find_torch(), cache_folder()
+    prefix = f"longprefill-{isa}-{_source_digest(torch, isa)}"
+    command = _compiler_command()
+    if command is None:
+        ready = sorted(folder.glob(f"{prefix}-*.so"))
+        if ready:  # built on a machine with a compiler, an image for example
+            return ready[0]
+        raise BuildError(f"no C++ compiler ({os.environ.get('CXX', 'g++')} is not on the path): install g++ or set CXX")
+    compiler = _compiler_version(command)
+    library = folder / f"{prefix}-{_digest([compiler.encode(), *(part.encode() for part in command)])}.so"
+    if library.exists():
+        return library
+    with _locked(folder / f"{library.stem}.lock"):
+        if not library.exists():
+            started = time.monotonic()
+            logger.info("building the %s kernels with %s (once; about a minute)", isa, compiler)
+            _compile_and_link(library, isa, torch, command, compiler)
+            logger.info("built %s in %.0f s", library, time.monotonic() - started)
+    return library
+
+
+def sources() -> list[Path]:
+    """Translation units, in a fixed order."""
+    return sorted(KERNELS.glob("*/cpu_src/*.cpp"))
+
+
+def headers() -> list[Path]:
+    """Headers of ours that any translation unit may include."""
+    return sorted([*INCLUDE.rglob("*.h"), *KERNELS.glob("*/cpu_src/*.h")])
+
+
+def cache_folder() -> Path:
+    """Where libraries lie: LONGPREFILL_CACHE, else the user's cache folder, else a private temporary one."""
+    named = os.environ.get(CACHE_VARIABLE)
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/nonexistent") / ".cache")
+    private = Path(tempfile.gettempdir()) / f"longprefill-{os.getuid()}"
+    for folder in [Path(named)] if named else [base / "longprefill", private]:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            continue
+        # A library is code: never load one from a folder that somebody else made.
+        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
+            return folder.resolve()
+    tried = named or f"{base / 'longprefill'}, {private}"
+    raise BuildError(f"no folder for compiled kernels ({tried}): set {CACHE_VARIABLE} to one that you can write")
+
+
+def _find_torch() -> Torch:
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise BuildError("torch is not installed: the kernels are compiled against its headers")
+    folder = Path(found.origin).parent
+    if not (folder / "include" / "torch" / "library.h").exists():
+        raise BuildError(f"torch in {folder} comes without C++ headers: install a torch wheel")
+    return Torch(folder=folder, version=importlib.metadata.version("torch"))
+
+
+def _compiler_command() -> list[str] | None:
+    command = shlex.split(os.environ.get("CXX") or "g++")
+    return command if command and shutil.which(command[0]) else None
+
+
+def _compiler_version(command: Sequence[str]) -> str:
+    return _run([*command, "--version"], "asking the compiler for its version").partition("\n")[0]
+
+
+def _compile_flags(isa: str, torch: Torch) -> list[str]:
+    include = torch.folder / "include"
+    return [
+        *BASE_FLAGS,
+        *compiler_flags(isa),
+        f"-DLONGPREFILL_NAMESPACE=longprefill_{isa}",
+        f"-I{INCLUDE}",
+        # Torch's own warnings are not ours to mend.
+        *("-isystem", str(include), "-isystem", str(include / "torch" / "csrc" / "api" / "include")),
+    ]
+
+
+def _source_digest(torch: Torch, isa: str) -> str:
+    parts = [torch.version.encode(), *(flag.encode() for flag in (*BASE_FLAGS, *LINK_FLAGS))]
+    parts += [flag.encode() for flag in compiler_flags(isa)]
+    for path in (*headers(), *sources()):
+        parts += [str(path.relative_to(KERNELS)).encode(), path.read_bytes()]
+    return _digest(parts)
+
+
+def _digest(parts: Sequence[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:16]
+
+
+def _compile_and_link(library: Path, isa: str, torch: Torch, command: Sequence[str], compiler: str) -> None:
+    """Compiles what no earlier build left in the cache, links, and moves the library to its place in one step."""
+    flags = _compile_flags(isa, torch)
+    common = [compiler.encode(), *(part.encode() for part in (*command, *flags, torch.version))]
+    common += [path.read_bytes() for path in headers()]
+    objects = library.parent / "objects"
+    objects.mkdir(exist_ok=True)
+
+    def compiled(source: Path) -> Path:
+        target = objects / f"{source.stem}-{isa}-{_digest([*common, source.read_bytes()])}.o"
+        if not target.exists():
+            with _replacing(target) as unfinished:
+                _run([*command, *flags, "-c", str(source), "-o", str(unfinished)], f"compiling {source.name} for {isa}")
+        return target
+
+    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+        compiled_objects = list(pool.map(compiled, sources()))
+    libraries = ["-L" + str(torch.folder / "lib"), "-ltorch_cpu", "-lc10"]
+    with _replacing(library) as unfinished:
+        _run(
+            [*command, *LINK_FLAGS, *(str(path) for path in compiled_objects), *libraries, "-o", str(unfinished)],
+            f"linking the {isa} kernels",
+        )
+
+
+def _run(command: Sequence[str], doing: str) -> str:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"{doing}: {command[0]} cannot be run: {error}") from error
+    if result.returncode != 0:
+        said = "\n".join((result.stderr or result.stdout).strip().splitlines()[:OUTPUT_LINES])
+        raise BuildError(f"{doing}: {command[0]} ended with {result.returncode}:\n{said}")
+    return result.stdout
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A path beside `target` that becomes `target` when the block ends well: readers see all of it or nothing."""
+    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}-", suffix=target.suffix)
+    os.close(descriptor)
+    try:
+        yield Path(name)
+        os.chmod(name, 0o700)
+        os.replace(name, target)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock; the kernel lets go of it when a process dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command in the module's docstring. Exit code 2 with one line if nothing can be built."""
+    if arguments and list(arguments) != ["--all"]:
+        sys.stderr.write(f"build: {' '.join(arguments)}: only --all is known\n")
+        return 2
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        for isa in supported_isas() if arguments else (chosen_isa(),):
+            sys.stdout.write(f"{build(isa)}\n")
+    except BuildError as error:
+        sys.stderr.write(f"build: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
