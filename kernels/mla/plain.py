@@ -123,9 +123,11 @@ def dense(
     attend = _attend_fused if is_fused else _attend
     q_HTQ = q_THQ.transpose(0, 1).to(dtype).contiguous()
     expansion = _Expansion(rows, w_uk_HNR.to(dtype), w_uv_HVR.to(dtype))
+    shape, precision = (num_heads, num_queries), _precision(q_THQ)
     state = _Partial(
-        torch.zeros(num_heads, num_queries, w_uv_HVR.shape[1], dtype=_precision(q_THQ), device=q_THQ.device),
-        torch.full((num_heads, num_queries), -torch.inf, dtype=_precision(q_THQ), device=q_THQ.device),
+        torch.full(shape, -torch.inf, dtype=precision, device=q_THQ.device),
+        torch.zeros(shape, dtype=precision, device=q_THQ.device),
+        torch.zeros(*shape, w_uv_HVR.shape[1], dtype=precision, device=q_THQ.device),
     )
     for begin in range(0, start, KEY_BLOCK):
         k_HKQ, v_HKV = expansion.block(begin, min(begin + KEY_BLOCK, start))
@@ -142,7 +144,7 @@ def dense(
             seen = query + size - first
             is_causal = size > 1
             _fold(state, part, attend(q_HTQ[:, part], k_HKQ[:, :seen], v_HKV[:, :seen], scale, is_causal=is_causal))
-    return state.out_HTV.transpose(0, 1).to(q_THQ.dtype)
+    return state.weighted_HTV.div_(state.sum_HT[..., None]).transpose(0, 1).to(q_THQ.dtype)
 
 
 class _Gather(NamedTuple):
@@ -197,21 +199,26 @@ class _Expansion(NamedTuple):
 
 
 class _Partial(NamedTuple):
-    """Attention over some of the keys: normalised output and the log of the sum of exponentials."""
+    """Attention over some of the keys: the largest logit, the sum of exp(logit - max), and the values weighted by it.
 
-    out_HTV: torch.Tensor
-    lse_HT: torch.Tensor
+    Kept apart, because a log of the sum loses digits at every join: its absolute error is a relative one of the result.
+    """
+
+    max_HT: torch.Tensor
+    sum_HT: torch.Tensor
+    weighted_HTV: torch.Tensor
 
 
 def _fold(state: _Partial, part: slice, new: _Partial) -> None:
     """Joins attention over further keys into the state's queries `part`. The first block holds key 0, which every query
-    sees, so from then on no log-sum is -inf unless a logit is."""
-    old_lse_HT = state.lse_HT[:, part]
-    lse_HT = torch.logaddexp(old_lse_HT, new.lse_HT)
-    out_HTV = state.out_HTV[:, part]
-    out_HTV.mul_((old_lse_HT - lse_HT).exp_()[..., None])
-    out_HTV.addcmul_(new.out_HTV.to(out_HTV.dtype), (new.lse_HT - lse_HT).exp_()[..., None])
-    old_lse_HT.copy_(lse_HT)
+    sees, so from then on no maximum is -inf unless a logit is."""
+    old = _Partial(*(tensor[:, part] for tensor in state))
+    max_HT = torch.maximum(old.max_HT, new.max_HT)
+    old_factor_HT, new_factor_HT = (old.max_HT - max_HT).exp_(), (new.max_HT - max_HT).exp_()
+    old.sum_HT.mul_(old_factor_HT).addcmul_(new.sum_HT, new_factor_HT)
+    old.weighted_HTV.mul_(old_factor_HT[..., None])
+    old.weighted_HTV.addcmul_(new.weighted_HTV.to(old.weighted_HTV.dtype), new_factor_HT[..., None])
+    old.max_HT.copy_(max_HT)
 
 
 def _attend(
@@ -219,7 +226,11 @@ def _attend(
 ) -> _Partial:
     """Attention by matrix products; causal means that query t sees keys [0, t] of the block."""
     num_heads, num_queries, _ = q_HTQ.shape
-    result = _Partial(q_HTQ.new_empty(num_heads, num_queries, v_HKV.shape[2]), q_HTQ.new_empty(num_heads, num_queries))
+    result = _Partial(
+        q_HTQ.new_empty(num_heads, num_queries),
+        q_HTQ.new_empty(num_heads, num_queries),
+        q_HTQ.new_empty(num_heads, num_queries, v_HKV.shape[2]),
+    )
     for begin in range(0, num_queries, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, num_queries)
         seen = end if is_causal else k_HKQ.shape[1]
@@ -229,9 +240,9 @@ def _attend(
             logits_HBK.masked_fill_(positions > positions[begin:, None], -torch.inf)
         max_HB1 = logits_HBK.amax(2, keepdim=True)
         weights_HBK = logits_HBK.sub_(max_HB1).exp_()
-        sum_HB1 = weights_HBK.sum(2, keepdim=True)
-        result.out_HTV[:, begin:end] = torch.bmm(weights_HBK, v_HKV[:, :seen]).div_(sum_HB1)
-        result.lse_HT[:, begin:end] = (max_HB1 + sum_HB1.log())[..., 0]
+        result.max_HT[:, begin:end] = max_HB1[..., 0]
+        result.sum_HT[:, begin:end] = weights_HBK.sum(2)
+        result.weighted_HTV[:, begin:end] = torch.bmm(weights_HBK, v_HKV[:, :seen])
     return result
 
 
@@ -248,7 +259,7 @@ def _attend_fused(
         is_causal=is_causal,
         scale=scale,
     )
-    return _Partial(out_1HTV[0, ..., :value_width], lse_1HT[0])
+    return _Partial(lse_1HT[0], torch.ones_like(lse_1HT[0]), out_1HTV[0, ..., :value_width])
 
 
 def _precision(x: torch.Tensor) -> torch.dtype:
