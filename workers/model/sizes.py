@@ -99,6 +99,7 @@ _GLM_NEXT_TEXT: dict[str, Any] = {
     "max_position_embeddings": MAX_TOKENS,
     "bos_token_id": 0,
     "eos_token_id": 1,
+    "pad_token_id": 1,
     "qk_rope_head_dim": 0,
     "index_kpool": 4,
     "index_kpool_always_select_tail": True,
@@ -172,11 +173,12 @@ def _kimi_layers(num_layers: int, num_heads: int, head_dim: int) -> dict[str, An
 def _published(raw: dict[str, Any]) -> dict[str, Any]:
     """The same sizes in the spelling of DeepSeek and GLM."""
     spelling = {"num_experts": "n_routed_experts", "num_experts_per_token": "num_experts_per_tok"}
-    return {spelling.get(name, name): value for name, value in raw.items()}
+    renamed = {spelling.get(name, name): value for name, value in raw.items()}
+    return renamed | {"num_key_value_heads": raw["num_attention_heads"]}
 
 
 def _glm_next(text: dict[str, Any], num_heads: int, head_dim: int) -> dict[str, Any]:
-    """A multimodal config without a vision tower; every fourth layer is DSA."""
+    """A multimodal config without a vision tower; every fourth layer is DSA, the first feed-forward dense."""
     num_layers = text["num_hidden_layers"]
     dsa = [index for index in range(num_layers) if index % 4 == 3]
     types = ["deepseek_sparse_attention" if index in dsa else "linear_attention" for index in range(num_layers)]
@@ -190,6 +192,7 @@ def _glm_next(text: dict[str, Any], num_heads: int, head_dim: int) -> dict[str, 
         | {
             "qk_rope_head_dim": 0,
             "layer_types": types,
+            "mlp_layer_types": ["dense"] + ["sparse"] * (num_layers - 1),
             "linear_attn_config": {
                 "num_heads": num_heads,
                 "head_dim": head_dim,
@@ -285,10 +288,8 @@ RAW_CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
     ("glm_moe_dsa", "small"): _published(_GLM | _SMALL | _SMALL_INDEXER)
     | {"intermediate_size": 1408, "first_k_dense_replace": 1, "indexer_types": ["full", "full", "shared", "full"]},
     ("glm_moe_dsa", "bench"): _published(_GLM | _BENCH | _BENCH_INDEXER) | {"first_k_dense_replace": 1},
-    ("glm5_next", "tiny"): _glm_next(_TINY | _TINY_INDEXER | {"first_k_dense_replace": 1}, 4, 16),
-    ("glm5_next", "small"): _glm_next(
-        _SMALL | _SMALL_INDEXER | {"intermediate_size": 1408, "first_k_dense_replace": 1}, 4, 128
-    ),
-    ("glm5_next", "bench"): _glm_next(_BENCH | _BENCH_INDEXER | {"first_k_dense_replace": 1}, 8, 128),
+    ("glm5_next", "tiny"): _glm_next(_TINY | _TINY_INDEXER, 4, 16),
+    ("glm5_next", "small"): _glm_next(_SMALL | _SMALL_INDEXER | {"intermediate_size": 1408}, 4, 128),
+    ("glm5_next", "bench"): _glm_next(_BENCH | _BENCH_INDEXER, 8, 128),
 }
 """By (family, size)."""
