@@ -66,6 +66,9 @@ def run(
     prompt: Annotated[str, typer.Option(help="UTF-8 text, token ids (.npy, .json, .ids), or - for standard input.")],
     cp: Annotated[int, typer.Option(help="Context-parallel ranks.")] = 1,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    expert_parallel: Annotated[
+        bool, typer.Option(help="Spread the experts over all ranks instead of giving each rank all of them.")
+    ] = False,
     step_tokens: Annotated[int | None, typer.Option(help="Tokens a step, a multiple of 64; chosen by memory.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 16,
     dtype: Annotated[str, typer.Option(help="Compute dtype: bf16 or fp32.")] = "bf16",
@@ -94,6 +97,7 @@ def run(
             prompt=prompt,
             cp=cp,
             tp=tp,
+            expert_parallel=expert_parallel,
             step_tokens=step_tokens,
             max_new_tokens=max_new_tokens,
             dtype=dtype,

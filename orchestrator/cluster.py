@@ -77,7 +77,7 @@ class LocalCluster:
         self.fingerprint = fingerprint(model)
         step_tokens = step_tokens_for(self.settings, self.config, self.settings.max_tokens)
         self.memory = check_fits(self.settings, self.config, step_tokens, num_decode=int(decode))
-        check_pool_room(self.settings, self.config, num_ranks=self.settings.cp + int(decode))
+        check_pool_room(self.settings, self.config, num_ranks=self.settings.num_ranks + int(decode))
         self.startup_s = 0.0
         self._has_decode = decode
         self._ray = LocalRay()
@@ -92,7 +92,7 @@ class LocalCluster:
         started = time.perf_counter()
         settings = self.settings
         try:
-            self._ray.start(settings.cp + 1, worker_environment(settings.threads_per_rank))
+            self._ray.start(settings.num_ranks + 1, worker_environment(settings.threads_per_rank))
             # imported here: it loads torch, while Ray's workers start
             from longprefill.orchestrator.groups import LocalWorkers
 

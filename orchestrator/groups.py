@@ -37,6 +37,7 @@ from longprefill.workers.decode import Sampling, Token
 from longprefill.workers.engine import TORCH_DTYPES, ChoiceReport, DecodeActor, PrefillActor, StepReport
 from longprefill.workers.handoff.parts import HandoffPart, build_messages, pool_file_bytes
 from longprefill.workers.model.config import KdaConfig, MlaConfig, ModelConfig
+from longprefill.workers.model.sharding import ALONE
 from longprefill.workers.prefill import StepPlan
 from longprefill.workers.snapshot import SnapshotHeader, SnapshotIdentity, read_header
 from longprefill.workers.spec import WorkerInfo, WorkerSpec, WorkerStats
@@ -102,16 +103,16 @@ class LocalWorkers:
             RunFailed: a worker did not start.
         """
         # Ray has a logical CPU for every worker, so the group's place is sure and actors need not wait for it
-        self._placement = placement_group([{"CPU": 1}] * self.settings.cp, strategy="PACK")
+        self._placement = placement_group([{"CPU": 1}] * self.settings.num_ranks, strategy="PACK")
         in_group = PlacementGroupSchedulingStrategy(self._placement)
         actors = {
             f"prefill rank {rank}": PrefillActor.options(num_cpus=1, scheduling_strategy=in_group).remote()
-            for rank in range(self.settings.cp)
+            for rank in range(self.settings.num_ranks)
         }
         if self.has_decode:
             actors["decode worker"] = DecodeActor.options(num_cpus=1).remote()
         sweep_stale()
-        specs = {label: self._spec(label) for label in actors}
+        specs = {label: self._spec(label, rank) for rank, label in enumerate(actors)}
         described = self._watch.wait(
             {label: actor.describe.remote() for label, actor in actors.items()}, deadline_s=START_TIMEOUT_S
         )
@@ -140,7 +141,7 @@ class LocalWorkers:
                 port=self._store_port,
                 generation=self._generation,
                 rank=rank,
-                size=settings.cp,
+                size=settings.num_ranks,
                 device=str(device),
                 backend=devices.backend_for(device),
                 timeout_s=settings.collective_timeout_s,
@@ -165,8 +166,9 @@ class LocalWorkers:
             self._store.close()
             self._store = None
 
-    def _spec(self, label: str) -> WorkerSpec:
+    def _spec(self, label: str, rank: int) -> WorkerSpec:
         settings = self.settings
+        place = settings.place(rank) if rank < settings.num_ranks else ALONE
         size = pool_file_bytes(self.config, TORCH_DTYPES[settings.dtype], self._kinds, self._num_pages, NUM_SLOTS)
         try:
             pool = create_pool(size, label=label.replace(" ", "_"))
@@ -182,6 +184,7 @@ class LocalWorkers:
             pool=pool.address(),
             num_pages=self._num_pages,
             num_slots=NUM_SLOTS,
+            place=place,
             backends=settings.backends,
             trace=settings.trace,
             keep_unpooled_keys=settings.keep_unpooled_keys,
@@ -218,7 +221,8 @@ class LocalWorkers:
         self._is_group_broken = False
         for report in reports.values():
             for job in report.has_logits:
-                self._jobs[job].logits_owner = report.rank
+                owner = self._jobs[job].logits_owner
+                self._jobs[job].logits_owner = report.rank if owner is None else min(owner, report.rank)
         ordered = sorted(reports.values(), key=lambda report: report.rank)
         return tuple(report.seconds for report in ordered)
 
@@ -247,9 +251,8 @@ class LocalWorkers:
 
     def export_job(self, job: int, path: str, tokens: np.ndarray) -> None:
         """The rank that has the logits writes, else rank 0: the caches are replicated."""
-        owner = self._jobs[job].logits_owner
-        worker = self.prefill[owner or 0]
-        self._watch.wait({worker.label: worker.actor.export_job.remote(job, path, tokens, owner is not None)})
+        writer = self._jobs[job].logits_owner or 0
+        self._call_prefill("export_job", lambda worker: (job, path, tokens, writer))
 
     def read_snapshot(self, path: str) -> SnapshotHeader:
         identity = SnapshotIdentity(fingerprint=self.fingerprint, dtype=self.settings.dtype, formats=self._formats)

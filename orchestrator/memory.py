@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from longprefill.workers.model.config import (
     ModelConfig,
     MoeConfig,
 )
-from longprefill.workers.model.parameters import FP32_PARAMETERS, parameter_shapes
+from longprefill.workers.model.parameters import FP32_PARAMETERS
+from longprefill.workers.model.sharding import ALONE, MeshPlace, parameter_ranges, shard_shape
 
 PROCESS_BYTES = 450 << 20
 """A worker process before it loads anything: Python, torch and Ray (measured, 2026-11, CPU build)."""
@@ -36,15 +38,12 @@ class RankMemory:
         return self.process + self.weights + self.cache + self.step
 
 
-def weight_bytes(config: ModelConfig, item_bytes: int) -> int:
-    """Bytes of all parameters when the compute dtype has `item_bytes` bytes."""
-    total = 0
-    for name, shape in parameter_shapes(config).items():
-        size = 4 if name.endswith(FP32_PARAMETERS) else item_bytes
-        for extent in shape:
-            size *= extent
-        total += size
-    return total
+def weight_bytes(config: ModelConfig, item_bytes: int, place: MeshPlace = ALONE) -> int:
+    """Bytes of what a rank holds of all parameters when the compute dtype has `item_bytes` bytes."""
+    return sum(
+        math.prod(shard_shape(ranges)) * (4 if name.endswith(FP32_PARAMETERS) else item_bytes)
+        for name, ranges in parameter_ranges(config, place).items()
+    )
 
 
 def step_bytes_per_token(config: ModelConfig, item_bytes: int, num_ranks: int) -> int:
@@ -100,20 +99,23 @@ def available_bytes() -> int:
     return available
 
 
-def check_memory(rank: RankMemory, *, num_prefill: int, num_decode: int, available: int) -> None:
-    """Refuses ranks that the machine cannot hold.
+def check_memory(
+    rank: RankMemory, decode: RankMemory, *, num_cp: int, num_tp: int, num_decode: int, available: int
+) -> None:
+    """Refuses ranks that the machine cannot hold. `rank` is the fullest prefill rank.
 
     Raises:
         UserError: with the estimate, what is available and the largest --cp that fits.
     """
-    num_ranks = num_prefill + num_decode
-    if rank.total * num_ranks <= available:
+    needed = num_cp * num_tp * rank.total + num_decode * decode.total
+    if needed <= available:
         return
-    fitting = available // rank.total - num_decode
+    fitting = (available - num_decode * decode.total) // (rank.total * num_tp)
     remedy = f"use --cp {fitting} or less" if fitting >= 1 else "use a shorter prompt, a smaller model or --dtype bf16"
+    ranks = f"--cp {num_cp}" + (f" --tp {num_tp}" if num_tp > 1 else "")
     raise UserError(
-        f"--cp {num_prefill} needs an estimated {_gib(rank.total * num_ranks)} ({num_prefill} prefill and {num_decode} "
-        f"decode ranks of {_gib(rank.total)}: process {_gib(rank.process)}, weights {_gib(rank.weights)}, "
+        f"{ranks} needs an estimated {_gib(needed)} ({num_cp * num_tp} prefill and {num_decode} decode "
+        f"ranks of {_gib(rank.total)}: process {_gib(rank.process)}, weights {_gib(rank.weights)}, "
         f"cache {_gib(rank.cache)}, "
         f"step {_gib(rank.step)}), {_gib(available)} are available: {remedy}"
     )

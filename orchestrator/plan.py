@@ -24,6 +24,7 @@ from longprefill.partition.generators import GENERATORS, LayoutKind
 from longprefill.partition.layout import PAGE_TOKENS
 from longprefill.partition.steps import check_step_tokens, choose_step_tokens
 from longprefill.workers.model.config import MlaConfig, ModelConfig
+from longprefill.workers.model.sharding import MeshPlace, check_tp
 from longprefill.workers.spec import DTYPES
 
 NUM_SLOTS = 8
@@ -44,6 +45,8 @@ class ClusterSettings:
     model_dir: str
     cp: int = 1
     tp: int = 1
+    expert_parallel: bool = False
+    """Spread the experts over all ranks; else each has all of them."""
     dtype: str = "bf16"
     latent_format: str | None = None
     index_format: str | None = None
@@ -63,8 +66,8 @@ class ClusterSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.cp <= 1024:
             raise UserError(f"--cp {self.cp}: use 1 to 1024 context-parallel ranks")
-        if self.tp != 1:
-            raise UserError(f"--tp {self.tp}: tensor parallelism is not part of this version: use --tp 1")
+        if not 1 <= self.tp <= 64:
+            raise UserError(f"--tp {self.tp}: use 1 to 64 tensor-parallel ranks")
         if self.dtype not in DTYPES:
             raise UserError(f"--dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         for kind, value in (("latent", self.latent_format), ("index", self.index_format)):
@@ -81,6 +84,15 @@ class ClusterSettings:
                 raise UserError(f"{name}={getattr(self, name)}: use 1 to 86400 seconds")
         if self.threads_per_rank < 1:
             raise UserError(f"threads_per_rank={self.threads_per_rank}: a rank needs at least 1 thread")
+
+    @property
+    def num_ranks(self) -> int:
+        """Prefill ranks: the CP x TP mesh."""
+        return self.cp * self.tp
+
+    def place(self, rank: int) -> MeshPlace:
+        """Where a prefill rank is in the mesh."""
+        return MeshPlace.of(rank, num_cp=self.cp, num_tp=self.tp, expert_parallel=self.expert_parallel)
 
     @property
     def item_bytes(self) -> int:
@@ -117,7 +129,7 @@ def step_tokens_for(settings: ClusterSettings, config: ModelConfig, num_tokens: 
     return choose_step_tokens(
         num_tokens,
         settings.cp,
-        bytes_per_token=step_bytes_per_token(config, settings.item_bytes, settings.cp),
+        bytes_per_token=step_bytes_per_token(config, settings.item_bytes, settings.num_ranks),
         budget_bytes=STEP_BUDGET_BYTES,
     )
 
@@ -141,15 +153,24 @@ def check_fits(settings: ClusterSettings, config: ModelConfig, step_tokens: int,
     Raises:
         UserError: with the estimate and the largest --cp that fits.
     """
+    check_tp(config, settings.tp)
     num_pages = -(-settings.max_tokens // PAGE_TOKENS)
     step_tokens = min(step_tokens, num_pages * PAGE_TOKENS)
+    places = (
+        [settings.place(0)] if settings.place(0).is_alone else [settings.place(r) for r in range(settings.num_ranks)]
+    )
+    whole = weight_bytes(config, settings.item_bytes)
+    cache = num_pages * cache_bytes_per_page(config, settings)
     rank = RankMemory(
         process=PROCESS_BYTES,
-        weights=weight_bytes(config, settings.item_bytes),
-        cache=num_pages * cache_bytes_per_page(config, settings),
-        step=KERNEL_BYTES + step_tokens * step_bytes_per_token(config, settings.item_bytes, settings.cp),
+        weights=max(weight_bytes(config, settings.item_bytes, place) for place in places),
+        cache=cache,
+        step=KERNEL_BYTES + step_tokens * step_bytes_per_token(config, settings.item_bytes, settings.num_ranks),
     )
-    check_memory(rank, num_prefill=settings.cp, num_decode=num_decode, available=available_bytes())
+    decode = RankMemory(process=PROCESS_BYTES, weights=whole, cache=cache, step=KERNEL_BYTES)
+    check_memory(
+        rank, decode, num_cp=settings.cp, num_tp=settings.tp, num_decode=num_decode, available=available_bytes()
+    )
     return rank
 
 

@@ -35,6 +35,7 @@ class RunRequest:
     prompt: str
     cp: int
     tp: int
+    expert_parallel: bool
     step_tokens: int | None
     max_new_tokens: int
     dtype: str

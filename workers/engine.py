@@ -42,6 +42,7 @@ from longprefill.workers.handoff.receiver import HandoffReceiver
 from longprefill.workers.handoff.sender import HandoffSender
 from longprefill.workers.model.families.registry import read_config
 from longprefill.workers.model.model import Model
+from longprefill.workers.model.sharding import local_config, parameter_ranges
 from longprefill.workers.model.weights import fingerprint, load_weights
 from longprefill.workers.prefill import PrefillRank, StepPlan
 from longprefill.workers.snapshot import SnapshotIdentity, read_header, restore, write_snapshot
@@ -108,9 +109,11 @@ class _Worker:
         self._dtype = TORCH_DTYPES[spec.dtype]
         self._config = read_config(spec.model_dir)
         self._kernels = resolve(spec.device, spec.backends)
-        weights = load_weights(spec.model_dir, self._config, dtype=self._dtype, device=str(self._device))
+        devices.keep_freed_memory()
+        ranges = None if spec.place.is_alone else parameter_ranges(self._config, spec.place)
+        weights = load_weights(spec.model_dir, self._config, dtype=self._dtype, device=str(self._device), ranges=ranges)
         weights_bytes = sum(tensor.nbytes for tensor in weights.values())
-        self._model = Model(self._config, weights)
+        self._model = Model(local_config(self._config, spec.place), weights)
         self._formats = CacheFormats(latent=spec.latent_format, index_key=spec.index_format)
         self._pool_file = attach_pool(spec.pool)
         self._pool = CachePool(self._pool_file.bytes_B, cache_kinds(self._config, self._formats), spec.num_pages)
@@ -134,6 +137,9 @@ class _Worker:
             tracer=self._tracer,
             device=self._device,
             keep_unpooled_keys=self._spec.keep_unpooled_keys,
+            num_tp=self._spec.place.num_tp,
+            expert_parallel=self._spec.place.expert_parallel,
+            full_config=self._config,
         )
 
 
@@ -174,7 +180,7 @@ class PrefillWorker(_Worker):
             header = read_header(snapshot, self._identity)
             state = restore(snapshot, self._config, self._dtype, self._rank.cache(job))
             self._rank.close_job(job)
-            self._rank.open_job(job, tokens_T, tuple(table), state)
+            self._rank.open_job(job, tokens_T, tuple(table), self._rank.share_of(state))
             if header.logits_V is not None and header.position == len(tokens) and self._rank.group.rank == 0:
                 self._logits[job] = header.logits_V
         return self._rank.state(job).position
@@ -209,15 +215,16 @@ class PrefillWorker(_Worker):
         return StepReport(rank=self._group.rank, seconds=result.seconds, has_logits=tuple(result.logits))
 
     def finish_handoff(self, job: int) -> HandoffPart:
-        """Sends the state and logits if this rank has them, waits until everything has arrived; this rank's part of the
+        """A collective of the TP group. Sends the state and logits if this rank has them, waits until everything has arrived; this rank's part of the
         manifest, or what went wrong with the transfer."""
         assert self._sender is not None
-        logits = self._logits.get(job)
-        state = self._rank.state(job) if logits is not None else None
+        state = self._rank.whole_state(job)
+        # all ranks of a tensor-parallel group have the logits; one of them speaks for it
+        logits = self._logits.get(job) if self._rank.mesh.tp.rank == 0 else None
         error = self._failed_transfers.pop(job, None)
         if error is None:
             try:
-                return self._sender.finish(job, state, logits)
+                return self._sender.finish(job, None if logits is None else state, logits)
             except TransportError as failure:
                 error = str(failure)
         return HandoffPart(pages=(), states=(), logits=None, error=error)
@@ -249,11 +256,12 @@ class PrefillWorker(_Worker):
         tensors = collect(self._rank, job, self._logits.get(job), owner)
         return {name: tensor.float().numpy() for name, tensor in tensors.items()} if self._rank.group.rank == 0 else {}
 
-    def export_job(self, job: int, path: str, tokens: np.ndarray, logits: bool) -> None:
-        """Writes the job's snapshot."""
-        kept = self._logits.get(job) if logits else None
-        tokens_T = torch.from_numpy(np.array(tokens, dtype=np.int64))
-        write_snapshot(path, self._identity, tokens_T, self._rank.state(job), self._rank.cache(job), kept)
+    def export_job(self, job: int, path: str, tokens: np.ndarray, writer: int) -> None:
+        """A collective: rank `writer` writes the job's snapshot, with the logits if it has them."""
+        state = self._rank.whole_state(job)
+        if self._rank.group.rank == writer:
+            tokens_T = torch.from_numpy(np.array(tokens, dtype=np.int64))
+            write_snapshot(path, self._identity, tokens_T, state, self._rank.cache(job), self._logits.get(job))
 
     def close_job(self, job: int) -> None:
         """Forgets a job, also one that is only half open or half handed over."""

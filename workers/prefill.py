@@ -17,7 +17,7 @@ from longprefill.kernels.backends import KernelTable
 from longprefill.partition.generators import LayoutKind, generate
 from longprefill.partition.layout import Layout, Slice
 from longprefill.workers.cache.pages import CachePool, JobCache
-from longprefill.workers.cache.states import BoundaryState, kda_bytes, merge_states, pool_tail_bytes
+from longprefill.workers.cache.states import BoundaryState, kda_bytes, merge_states, pool_tail_bytes, shard_state
 from longprefill.workers.mesh import Mesh
 from longprefill.workers.model.config import ModelConfig
 from longprefill.workers.model.layers.context import Choices, JobStep, StepContext
@@ -132,6 +132,10 @@ class PrefillRank:
             for part in gathered.chunk(tp.size)
         ]
         return merge_states(parts, self.full_config)
+
+    def share_of(self, whole: BoundaryState) -> BoundaryState:
+        """This rank's heads of a whole model's boundary state."""
+        return shard_state(whole, self.full_config, self.mesh.tp.rank, self.mesh.tp.size)
 
     def num_tokens(self, job: int) -> int:
         """Length of the job's prompt."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from longprefill.workers.model.sharding import MeshPlace
+
 if TYPE_CHECKING:
     from longprefill.comms.transport.base import PoolAddress
 
@@ -25,6 +27,8 @@ class WorkerSpec:
     """The holder's file with this worker's cache pages and hand-off slots."""
     num_pages: int
     num_slots: int
+    place: MeshPlace
+    """Where in the mesh the worker is, and so which share of the weights it holds; a decode worker is alone."""
     backends: Mapping[str, str] = field(default_factory=dict)
     """Kernel backend by op, for ops that shall not use the default."""
     trace: bool = False

@@ -55,6 +55,10 @@ class MeshPlace:
         return self.num_tp == 1 and not self.expert_parallel
 
 
+ALONE = MeshPlace(num_cp=1, num_tp=1, cp_rank=0, tp_rank=0, expert_parallel=False)
+"""A rank that holds the whole model, as a decode worker does."""
+
+
 def check_tp(config: ModelConfig, num_tp: int) -> None:
     """Refuses a degree that does not divide the heads.
 

@@ -7,7 +7,8 @@ Every read names a range in each dimension (`read_block`), so that a rank can re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from longprefill.partition.errors import ModelError
 from longprefill.workers.model.config import ModelConfig
 from longprefill.workers.model.parameters import FP32_PARAMETERS, Shape, parameter_shapes
 from longprefill.workers.model.pieces import SCALE_SUFFIX, Piece, check_weights, locate_pieces
+from longprefill.workers.model.sharding import Ranges, shard_shape
 from longprefill.workers.model.stored import fingerprint
 
 __all__ = ["Piece", "TensorReader", "check_weights", "fingerprint", "load_weights", "parameter_dtype", "weights_bytes"]
@@ -39,28 +41,75 @@ def weights_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def load_weights(
-    model_dir: str | Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    model_dir: str | Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    ranges: Mapping[str, Ranges] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """All parameters by canonical name, in the order of `parameter_shapes`; those of FP32_PARAMETERS stay fp32.
+    """Parameters by canonical name, in the order of `parameter_shapes`; those of FP32_PARAMETERS stay fp32.
+
+    Args:
+        ranges: what to read of every parameter (`sharding.parameter_ranges`); nothing else is read. None: everything.
 
     Raises:
         ModelError: as `check_weights`.
     """
     pieces = locate_pieces(model_dir, config)
+    shapes = parameter_shapes(config)
+    wanted = ranges or {name: tuple((range(size),) for size in shape) for name, shape in shapes.items()}
     weights = {
-        name: torch.empty(shape, dtype=parameter_dtype(name, dtype), device=device)
-        for name, shape in parameter_shapes(config).items()
+        name: torch.empty(shard_shape(wanted[name]), dtype=parameter_dtype(name, dtype), device=device)
+        for name in shapes
     }
     with TensorReader(config.fp8_block) as reader:
         for piece in sorted(pieces, key=lambda piece: piece.stored.path):
-            target = weights[piece.parameter]
+            target, runs = weights[piece.parameter], wanted[piece.parameter]
             if piece.part.expert is not None:
-                target = target[piece.part.expert]
-            for rows in _slabs(piece.part.shape):
-                first = piece.part.row + rows.start
-                block = (rows, *(slice(0, size) for size in piece.part.shape[1:]))
-                target[first : first + rows.stop - rows.start].copy_(reader.read_block(piece, block))
+                place = _places(runs[0]).get(piece.part.expert)
+                if place is None:
+                    continue
+                target, runs = target[place], runs[1:]
+            _fill(target, piece, runs, reader)
     return weights
+
+
+def _fill(target: torch.Tensor, piece: Piece, runs: Ranges, reader: TensorReader) -> None:
+    """Copies what `runs` want of a piece, in slabs, to its place in the rank's tensor."""
+    first, rest = runs[0], runs[1:]
+    local = 0
+    for run in first:
+        begin = max(run.start, piece.part.row)
+        end = min(run.stop, piece.part.row + piece.part.shape[0])
+        for rows in _slabs(begin, end, piece.part.shape):
+            place = local + rows.start - run.start
+            for columns, places in _blocks(rest):
+                source = (slice(rows.start - piece.part.row, rows.stop - piece.part.row), *columns)
+                slab = target[(slice(place, place + len(rows)), *places)]
+                slab.copy_(reader.read_block(piece, source))
+        local += len(run)
+
+
+def _blocks(runs: Ranges) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """(source, target) slices of every combination of runs of the trailing dimensions."""
+    choices: list[list[tuple[slice, slice]]] = []
+    for dim_runs in runs:
+        offsets = accumulate((len(run) for run in dim_runs), initial=0)
+        choices.append(
+            [
+                (slice(run.start, run.stop), slice(at, at + len(run)))
+                for run, at in zip(dim_runs, offsets, strict=False)
+                if len(run)
+            ]
+        )
+    for combination in product(*choices):
+        yield tuple(source for source, _ in combination), tuple(target for _, target in combination)
+
+
+def _places(runs: tuple[range, ...]) -> dict[int, int]:
+    """Where each index of the runs is in the rank's tensor."""
+    return {index: place for place, index in enumerate(index for run in runs for index in run)}
 
 
 class TensorReader:
@@ -141,12 +190,11 @@ def dequantize_block(
     return codes.float() * factors
 
 
-def _slabs(shape: Shape) -> Iterator[slice]:
-    """Cut the first dimension so that a slab in fp32 stays within SLAB_BYTES."""
-    row_bytes = 4 * math.prod(shape[1:])
-    step = max(1, SLAB_BYTES // row_bytes)
-    for start in range(0, shape[0], step):
-        yield slice(start, min(start + step, shape[0]))
+def _slabs(start: int, end: int, shape: Shape) -> Iterator[range]:
+    """Rows [start, end) in runs whose fp32 form stays within SLAB_BYTES."""
+    step = max(1, SLAB_BYTES // (4 * math.prod(shape[1:])))
+    for first in range(start, end, step):
+        yield range(first, min(first + step, end))
 
 
 def _stored_block(stored_shape: Shape, shape: Shape, block: Sequence[slice]) -> tuple[slice, ...]:
