@@ -9,6 +9,7 @@ replayed choice and the run's own: the scores involved must lie within rounding 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -48,7 +49,13 @@ class Recorder:
         return chosen_TS
 
     def experts(
-        self, layer: int, config: MoeConfig, context: StepContext, logits_TE: torch.Tensor, routing: Routing
+        self,
+        layer: int,
+        config: MoeConfig,
+        context: StepContext,
+        logits_TE: torch.Tensor,
+        bias_E: torch.Tensor | None,
+        routing: Routing,
     ) -> Routing:
         for n, fragment in enumerate(context.runs):
             rows = routing.expert_TA[context.run_offsets[n] : context.run_offsets[n + 1]]
@@ -61,7 +68,9 @@ class Replayer:
     """Replaces this run's choices by recorded ones.
 
     `swaps` counts rows whose own choice differs; `worst` is the largest distance of a differing element's score from
-    the k-th score, relative to the row's largest score: a near tie is one within rounding (1e-5 in fp32).
+    the k-th score, relative to the row's largest score: a near tie is one within rounding (1e-5 in fp32). It is
+    infinite where the choices differ in what no score decides: their size, or a position that the query must or must
+    not see. Rows that chose the same keep their own routing weights.
     """
 
     record: Record
@@ -92,42 +101,78 @@ class Replayer:
         replayed_TS = self._rows("positions", layer, fragment.job, start, chosen_TS)
         self.rows += chosen_TS.shape[0]
         for t in (replayed_TS != chosen_TS).any(dim=1).nonzero()[:, 0].tolist():
-            own, other = _key_rows(chosen_TS[t], pool, keys.num_rows), _key_rows(replayed_TS[t], pool, keys.num_rows)
-            differing = torch.tensor(sorted(set(own) ^ set(other)), dtype=torch.int64)
-            both = torch.cat((torch.tensor(own, dtype=torch.int64), differing))
-            scores = context.kernels.indexer.scores(query_TIX[t : t + 1], weight_TI[t : t + 1], keys, both[None])[0]
-            self._prove(scores[: len(own)], scores[len(own) :])
+            num_complete = (start + t + 1) // pool
+            own, own_rest = _split(chosen_TS[t], pool, num_complete)
+            other, other_rest = _split(replayed_TS[t], pool, num_complete)
+            is_one_size = (chosen_TS[t] >= 0).sum() == (replayed_TS[t] >= 0).sum() and len(own) == len(other)
+            if own_rest != other_rest or not is_one_size:
+                self._count(math.inf)
+                continue
+            rows = torch.tensor([*own, *sorted(set(own) ^ set(other))], dtype=torch.int64)
+            scores = context.kernels.indexer.scores(query_TIX[t : t + 1], weight_TI[t : t + 1], keys, rows[None])[0]
+            self._count(_distance(scores[: len(own)], scores[len(own) :]))
         return replayed_TS
 
     def experts(
-        self, layer: int, config: MoeConfig, context: StepContext, logits_TE: torch.Tensor, routing: Routing
+        self,
+        layer: int,
+        config: MoeConfig,
+        context: StepContext,
+        logits_TE: torch.Tensor,
+        bias_E: torch.Tensor | None,
+        routing: Routing,
     ) -> Routing:
-        expert_TA = routing.expert_TA.clone()
+        expert_TA, weight_TA = routing.expert_TA.clone(), routing.weight_TA.clone()
+        replayed_TA = routing.expert_TA.clone()
         for n, fragment in enumerate(context.runs):
             rows = slice(context.run_offsets[n], context.run_offsets[n + 1])
-            expert_TA[rows] = self._rows("experts", layer, fragment.job, fragment.start, routing.expert_TA[rows])
+            replayed_TA[rows] = self._rows("experts", layer, fragment.job, fragment.start, routing.expert_TA[rows])
         score_TE = torch.sigmoid(logits_TE) if config.scoring == "sigmoid" else torch.softmax(logits_TE, dim=-1)
+        steering_TE = score_TE if bias_E is None else score_TE + bias_E
         self.rows += expert_TA.shape[0]
-        own_sorted, other_sorted = routing.expert_TA.sort(dim=1).values, expert_TA.sort(dim=1).values
-        for t in (own_sorted != other_sorted).any(dim=1).nonzero()[:, 0].tolist():
-            differing = sorted(set(own_sorted[t].tolist()) ^ set(other_sorted[t].tolist()))
-            self._prove(score_TE[t, routing.expert_TA[t]], score_TE[t, differing])
-        weight_TA = score_TE.gather(1, expert_TA)
-        if config.normalize_weights:
-            weight_TA = weight_TA / (weight_TA.sum(dim=1, keepdim=True) + 1e-20)
-        return Routing(expert_TA, weight_TA * config.weight_scale)
+        swapped_T = (expert_TA.sort(dim=1).values != replayed_TA.sort(dim=1).values).any(dim=1)
+        for t in swapped_T.nonzero()[:, 0].tolist():
+            differing = sorted(set(expert_TA[t].tolist()) ^ set(replayed_TA[t].tolist()))
+            distance = _distance(steering_TE[t, expert_TA[t]], steering_TE[t, differing])
+            # where the choice of groups is a near tie, any expert of theirs may come or go with its group
+            self._count(min(distance, _group_gap(steering_TE[t], config)))
+            weight_A = score_TE[t, replayed_TA[t]]
+            if config.normalize_weights:
+                weight_A = weight_A / (weight_A.sum() + 1e-20)
+            expert_TA[t], weight_TA[t] = replayed_TA[t], weight_A * config.weight_scale
+        return Routing(expert_TA, weight_TA)
 
     def _rows(self, kind: str, layer: int, job: int, start: int, own: torch.Tensor) -> torch.Tensor:
         table = self._tables.get((kind, layer, job), {})
         rows = [table[start + i] for i in range(own.shape[0])]
         return torch.stack(rows) if rows else own
 
-    def _prove(self, chosen: torch.Tensor, differing: torch.Tensor) -> None:
+    def _count(self, distance: float) -> None:
         self.swaps += 1
-        kth, largest = chosen.min(), chosen.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-        self.worst = max(self.worst, float(((differing - kth).abs() / largest).max()))
+        self.worst = max(self.worst, math.inf if math.isnan(distance) else distance)
 
 
-def _key_rows(positions_S: torch.Tensor, pool: int, num_keys: int) -> list[int]:
-    """Key rows behind selected positions; the tail of an incomplete pool has none."""
-    return sorted({p // pool for p in positions_S.tolist() if p >= 0 and p // pool < num_keys})
+def _split(positions_S: torch.Tensor, pool: int, num_complete: int) -> tuple[list[int], list[int]]:
+    """The key rows behind selected positions, and the positions that stand in no complete pool of the query: its own
+    incomplete pool, and any that it must not see."""
+    chosen = [position for position in positions_S.tolist() if position >= 0]
+    rows = sorted({position // pool for position in chosen if position // pool < num_complete})
+    return rows, [position for position in chosen if position // pool >= num_complete]
+
+
+def _distance(chosen: torch.Tensor, differing: torch.Tensor) -> float:
+    """The largest distance of a differing score from the worst chosen one, relative to the largest chosen one."""
+    if differing.numel() == 0:
+        return 0.0
+    largest = chosen.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    return float(((differing - chosen.min()).abs() / largest).max())
+
+
+def _group_gap(steering_E: torch.Tensor, config: MoeConfig) -> float:
+    """How far the last group that competes is from the first that does not, relative to the largest group score."""
+    if config.topk_groups == config.num_groups:
+        return math.inf
+    groups_GE = steering_E.view(config.num_groups, -1)
+    score_G = groups_GE.topk(min(2, groups_GE.shape[1]), dim=1).values.sum(dim=1).sort(descending=True).values
+    largest = score_G.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    return float((score_G[config.topk_groups - 1] - score_G[config.topk_groups]) / largest)

@@ -52,9 +52,15 @@ class Choices(Protocol):
         ...
 
     def experts(
-        self, layer: int, config: MoeConfig, context: StepContext, logits_TE: torch.Tensor, routing: Routing
+        self,
+        layer: int,
+        config: MoeConfig,
+        context: StepContext,
+        logits_TE: torch.Tensor,
+        bias_E: torch.Tensor | None,
+        routing: Routing,
     ) -> Routing:
-        """Expert top-k of all own rows: returns the routing to use."""
+        """Expert top-k of all own rows, chosen by score plus bias: returns the routing to use."""
         ...
 
 

@@ -85,11 +85,12 @@ class MoeLayer:
 
     def _route(self, x_SD: torch.Tensor, ctx: StepContext) -> Routing:
         config, weights = self.config, self.weights
+        bias_E = weights.get("moe.bias")
         with ctx.tracer.span("moe.route"):
             logits_SE = F.linear(x_SD.float(), weights["moe.gate"].float())
             routing = ctx.kernels.moe.route(
                 logits_SE,
-                weights.get("moe.bias"),
+                bias_E,
                 topk=config.experts_per_token,
                 scoring=config.scoring,
                 num_groups=config.num_groups,
@@ -98,7 +99,7 @@ class MoeLayer:
                 scale=config.weight_scale,
             )
         if ctx.choices is not None:
-            routing = ctx.choices.experts(self.index, config, ctx, logits_SE, routing)
+            routing = ctx.choices.experts(self.index, config, ctx, logits_SE, bias_E, routing)
         return routing
 
     def _experts(self, x_SW: torch.Tensor, routing: Routing, ctx: StepContext) -> torch.Tensor:
