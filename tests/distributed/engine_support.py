@@ -273,7 +273,7 @@ def renumbered(record: Record, job: int) -> Record:
 def check_against_reference(
     engine: Engine, lengths: Sequence[int], step_tokens: int | Steps, *, cp: int, layout: LayoutKind = "zigzag",
     exchange: str = "all_gather", snapshots: Sequence[Path] = (), starts: Mapping[int, int] | None = None,
-    tolerance: float = TOLERANCE,
+    tolerance: float = TOLERANCE, fill: int = 0xFF,
 ) -> Run:  # fmt: skip
     """Runs the prompts of these lengths (job numbers 0, 1, ...; seeds are the numbers) and compares each with its own
     reference.
@@ -289,7 +289,7 @@ def check_against_reference(
     record: Record = {}
     for n, length in enumerate(lengths):
         record |= renumbered(reference(engine, length, n).record, n)
-    result = run(engine, jobs, steps, cp=cp, layout=layout, record=record, exchange=exchange)
+    result = run(engine, jobs, steps, cp=cp, layout=layout, record=record, exchange=exchange, fill=fill)
     assert result.worst <= tolerance, f"{result.swaps} swapped choices, the worst {result.worst:.1e} from its tie"
     for n, length in enumerate(lengths):
         assert_equal_outcomes(result.outcomes[n], reference(engine, length, n).outcomes[0], tolerance)
