@@ -126,6 +126,44 @@ def doctor(
     print_diagnosis(as_json=as_json)
 
 
+@app.command()
+@user_facing
+def simulate(
+    trace: Annotated[Path | None, typer.Option(help="Requests to replay: JSONL in the form of Mooncake.")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="TOML file; left out: one group, steps of 8 K.")] = None,
+    load: Annotated[float | None, typer.Option(help="Work offered over work possible.")] = None,
+    policy: Annotated[str | None, typer.Option(help="guarded, fcfs, edf, srpt or all; the cluster's own.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Replay only the first requests of the trace.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of failures and stragglers; the cluster's own.")] = None,
+    sweep: Annotated[bool, typer.Option(help="Strong and weak scaling over device counts instead.")] = False,
+    prefix_study: Annotated[bool, typer.Option(help="Hits by the states' share of cache bytes instead.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write rows as CSV: jobs, or a sweep's.")] = None,
+    chrome_trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Write SVG and PNG plots to this directory.")] = None,
+) -> None:
+    """Replay a trace on a simulated cluster with the real scheduler, or sweep over device counts."""
+    from longprefill.orchestrator.simulate_command import SimulateRequest
+    from longprefill.orchestrator.simulate_command import simulate as run_simulation
+
+    run_simulation(
+        SimulateRequest(
+            trace=trace,
+            cluster=cluster,
+            load=load,
+            policy=policy,
+            most=requests,
+            json_file=json_file,
+            csv_file=csv_file,
+            chrome_trace=chrome_trace,
+            plots=plots,
+            sweep=sweep,
+            prefix_study=prefix_study,
+            seed=seed,
+        )
+    )
+
+
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     # as Ctrl-C, so that every context manager ends what it started
     raise KeyboardInterrupt

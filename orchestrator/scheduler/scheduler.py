@@ -33,10 +33,11 @@ class StepEnd(NamedTuple):
 
 
 class UnitLoss(NamedTuple):
-    """What the loss of a unit means: steps that will never end, jobs that lost finished steps too."""
+    """What the loss of a unit means: steps that will never end, jobs that have to begin again."""
 
     lost_steps: tuple[int, ...]
-    restarted: tuple[int, ...]
+    restarted: tuple[tuple[int, int], ...]
+    """(job, tokens of finished steps that are lost)."""
 
 
 @dataclass(slots=True)
@@ -177,7 +178,7 @@ class Scheduler:
                 fleet.vacate(decision.block)
                 for piece in decision.slices:
                     self._queue_again(self._table.slot(piece.job))
-        restarted: list[int] = []
+        restarted: list[tuple[int, int]] = []
         for job in fleet.homed_on(unit):
             progress = self._progress[job]
             fleet.release(job)
@@ -186,8 +187,8 @@ class Scheduler:
             if fleet.settings.is_recoverable:
                 progress.away_tokens = progress.position
             elif progress.position:
+                restarted.append((job, progress.position))
                 progress.position = 0
-                restarted.append(job)
                 self._estimate_again(slot)
         return UnitLoss(tuple(lost), tuple(restarted))
 

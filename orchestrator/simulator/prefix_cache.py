@@ -3,10 +3,10 @@
 To resume, a job needs both: the pages of all its tokens up to a point and the boundary state of exactly that point. A
 state is as large as thousands of tokens of pages, so which states to keep decides how much of the pages is of use.
 
-Pages go by least recent use, ends of chains first, so a kept block has all blocks before it. States are made where they
-are likely to be wanted again: at the end of a prompt (a conversation goes on there) and where a prompt left what was
-cached (others will leave there too). They go by greedy dual ageing: a state's worth is the tokens it saves over the next
-kept state before it, times how often it was used, on top of the worth of the last state that had to go.
+Pages go by least recent use, ends of chains first, so a kept block has all blocks before it. States are made where
+they are likely to be wanted again: at the end of a prompt (a conversation goes on there) and where a prompt left what
+was cached (others will leave there too). They go by greedy dual ageing: a state's worth is the tokens it saves over the
+next kept state before it, times how often it was used, on top of the worth of the last state that had to go.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longprefill.orchestrator.simulator.prefix_cache import PrefixCache
 from longprefill.orchestrator.simulator.trace import BLOCK_TOKENS, Request
@@ -39,6 +39,14 @@ def hybrid_cache(
 KIMI_LINEAR = hybrid_cache(
     "Kimi-Linear", kda_layers=20, heads=32, key=128, value=128, conv_width=4, latent_layers=7, row_bytes=1152
 )
+GLM_FLASH = hybrid_cache(
+    "GLM-5.3-Flash", kda_layers=34, heads=64, key=128, value=128, conv_width=4, latent_layers=11, row_bytes=1408
+)
+"""bf16: a latent row of 1152 bytes and an index key of 256 that is kept before pooling."""
+GLM_FLASH_QUANTIZED = replace(GLM_FLASH, name="GLM-5.3-Flash, quantized", token_bytes=11 * 788)
+"""656 + 132 bytes a row."""
+STUDIED = (KIMI_LINEAR, GLM_FLASH, GLM_FLASH_QUANTIZED)
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,24 +65,27 @@ class StudyRow:
         return self.online / self.hindsight if self.hindsight else 1.0
 
 
-def study(requests: Sequence[Request], shape: CacheShape, shares: Sequence[float]) -> list[StudyRow]:
+def study(
+    requests: Sequence[Request], shapes: Sequence[CacheShape] = STUDIED, shares: Sequence[float] = SHARES
+) -> list[StudyRow]:
     """Online and hindsight hits at each state share of the bytes."""
     num_blocks = len({block for request in requests for block in request.full_blocks})
-    ideal = page_hits(requests)
-    chosen = hindsight_gains(requests)
+    ideal = max(page_hits(requests), 1)
+    gains = hindsight_gains(requests)
     rows: list[StudyRow] = []
-    for share in shares:
-        budget = share / (1 - share) * num_blocks * BLOCK_TOKENS * shape.token_bytes
-        num_states = int(budget / shape.state_bytes)
-        rows.append(
-            StudyRow(
-                model=shape.name,
-                state_share=share,
-                num_states=num_states,
-                online=online_hits(requests, num_states) / max(ideal, 1),
-                hindsight=sum(chosen[:num_states]) / max(ideal, 1),
+    for shape in shapes:
+        for share in shares:
+            num_bytes = share / (1 - share) * num_blocks * BLOCK_TOKENS * shape.token_bytes
+            num_states = int(num_bytes / shape.state_bytes)
+            rows.append(
+                StudyRow(
+                    model=shape.name,
+                    state_share=share,
+                    num_states=num_states,
+                    online=online_hits(requests, num_states) / ideal,
+                    hindsight=sum(gains[:num_states]) / ideal,
+                )
             )
-        )
     return rows
 
 

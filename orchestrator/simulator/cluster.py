@@ -1,0 +1,226 @@
+"""The file that describes a simulated cluster (TOML). Every table and field has a default; unknown ones are refused.
+
+seed = 0
+[fleet]      num_units, devices_per_unit, tp, cache_gib, token_bytes, state_bytes, step_bytes, move_gb_per_s, ...
+[scheduler]  policy, step_tokens or step_target_s, max_degree, widen_efficiency, pack_tokens, max_queued
+[scheduler.tenant_weights]
+[costs]      kind = "quadratic": work_per_s (left out: from --load), scale_tokens
+             kind = "work": model (a directory or "kimi_linear"), device (a table or a file), exchange
+[decode]     num_workers, slots_per_worker, token_s, handoff_gb_per_s, handoff_latency_s
+[prefix]     capacity_gib, state_share
+[failures]   unit_mtbf_s, repair_s, straggler_share, straggler_factor
+[slo]        stretch, base_s
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from longprefill.orchestrator.scheduler.settings import FleetSettings, SchedulerSettings
+from longprefill.orchestrator.simulator.costs import DeviceProfile
+from longprefill.partition.errors import UserError
+
+REPLAY_STEP_TOKENS = 8192
+"""Borders of the default cluster's steps."""
+GIB, GB = 1 << 30, 1e9
+
+Section = TypeVar("Section")
+
+
+class ClusterError(UserError):
+    """A cluster file cannot be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostSettings:
+    kind: str = "quadratic"
+    """quadratic: one formula; work: counted work at a device's rates."""
+    work_per_s: float | None = None
+    """Of one device; None: what makes the trace offer the wanted load."""
+    scale_tokens: int = 131_072
+    model: str = "kimi_linear"
+    """For counted work: a named shape."""
+    device: str | None = None
+    """For counted work: a TOML file with the fields of a device profile; None: the example device."""
+    exchange: str = "all_gather"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("quadratic", "work"):
+            raise ClusterError(f"[costs] kind={self.kind!r} is unknown: use quadratic or work")
+        if self.work_per_s is not None and self.work_per_s <= 0:
+            raise ClusterError(f"[costs] work_per_s={self.work_per_s}: use a positive number, or leave it out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSettings:
+    num_workers: int = 0
+    """0: the first token comes with the last step; nothing is handed over."""
+    slots_per_worker: int = 64
+    token_s: float = 0.02
+    handoff_bytes_per_s: float = 25 * GB
+    handoff_latency_s: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 0 or self.slots_per_worker < 1:
+            raise ClusterError(
+                f"[decode] num_workers={self.num_workers}, slots_per_worker={self.slots_per_worker}: "
+                "need 0 or more workers and 1 or more slots"
+            )
+        if self.token_s < 0 or self.handoff_latency_s < 0 or self.handoff_bytes_per_s <= 0:
+            raise ClusterError("[decode] token_s and handoff_latency_s are 0 or more, handoff_gb_per_s is positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSettings:
+    capacity_bytes: int = 0
+    """Of all pages and states that are kept of finished prompts; 0: nothing is."""
+    state_share: float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes < 0 or not 0 <= self.state_share < 1:
+            raise ClusterError(
+                f"[prefix] capacity of {self.capacity_bytes} bytes, state_share={self.state_share}: "
+                "need 0 or more bytes and a share from 0 to below 1"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureSettings:
+    unit_mtbf_s: float = float("inf")
+    """Mean time between failures of one unit; infinite: none."""
+    repair_s: float = 300.0
+    straggler_share: float = 0.0
+    """Share of steps that are slow."""
+    straggler_factor: float = 1.5
+
+    def __post_init__(self) -> None:
+        if self.unit_mtbf_s <= 0 or self.repair_s < 0:
+            raise ClusterError(f"[failures] unit_mtbf_s={self.unit_mtbf_s}, repair_s={self.repair_s}: out of range")
+        if not 0 <= self.straggler_share <= 1 or self.straggler_factor < 1:
+            raise ClusterError(
+                f"[failures] straggler_share={self.straggler_share}, straggler_factor={self.straggler_factor}: "
+                "need a share from 0 to 1 and a factor of 1 or more"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloSettings:
+    """A job is served well when its first token comes within base_s + stretch times what it takes alone."""
+
+    stretch: float = 5.0
+    base_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Everything that a replay needs beside the trace."""
+
+    seed: int = 0
+    fleet: FleetSettings = field(default_factory=FleetSettings)
+    scheduler: SchedulerSettings = field(default_factory=lambda: SchedulerSettings(step_tokens=REPLAY_STEP_TOKENS))
+    costs: CostSettings = field(default_factory=CostSettings)
+    decode: DecodeSettings = field(default_factory=DecodeSettings)
+    prefix: PrefixSettings = field(default_factory=PrefixSettings)
+    failures: FailureSettings = field(default_factory=FailureSettings)
+    slo: SloSettings = field(default_factory=SloSettings)
+
+    @property
+    def num_devices(self) -> int:
+        return self.fleet.num_units * self.fleet.devices_per_unit
+
+
+SECTIONS: Mapping[str, type] = {
+    "fleet": FleetSettings,
+    "scheduler": SchedulerSettings,
+    "costs": CostSettings,
+    "decode": DecodeSettings,
+    "prefix": PrefixSettings,
+    "failures": FailureSettings,
+    "slo": SloSettings,
+}
+UNITS = {"_gib": ("_bytes", GIB), "_gb_per_s": ("_bytes_per_s", GB)}
+"""Fields in bytes may be written in GiB, rates in GB/s."""
+
+
+def read_cluster(path: Path | None) -> Cluster:
+    """The cluster of a file; None: one unit, one formula, steps that end on every 8192nd token.
+
+    Raises:
+        ClusterError: the file cannot be read, or has an unknown, missing or impossible field.
+    """
+    if path is None:
+        return Cluster()
+    content = _toml(path, "--cluster")
+    unknown = sorted(content.keys() - SECTIONS.keys() - {"seed"})
+    if unknown:
+        raise ClusterError(f"--cluster {path}: unknown {', '.join(unknown)}: use seed, {', '.join(SECTIONS)}")
+    seed = content.pop("seed", 0)
+    if not isinstance(seed, int):
+        raise ClusterError(f"--cluster {path}: seed={seed!r}: use a whole number")
+    sections = {name: _section(f"--cluster {path} [{name}]", SECTIONS[name], given) for name, given in content.items()}
+    costs = sections.get("costs")
+    if isinstance(costs, CostSettings) and costs.device is not None:
+        # a device file lies beside the cluster file that names it
+        content["costs"]["device"] = str(path.parent / costs.device)
+        sections["costs"] = _section(f"--cluster {path} [costs]", CostSettings, content["costs"])
+    return Cluster(seed=seed, **sections)
+
+
+def read_device(path: Path) -> DeviceProfile:
+    """A device profile from its TOML file: the fields of `DeviceProfile`.
+
+    Raises:
+        ClusterError: the file cannot be read, or has an unknown, missing or impossible field.
+    """
+    return _section(f"device file {path}", DeviceProfile, _toml(path, "device file"))
+
+
+def _toml(path: Path, what: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ClusterError(f"{what} {path} cannot be read: {error}") from None
+
+
+def _section(where: str, kind: type[Section], given: object) -> Section:
+    if not isinstance(given, dict):
+        raise ClusterError(f"{where}: need a table of fields, not {given!r}")
+    allowed = {item.name: item for item in fields(kind)}  # pyright: ignore[reportArgumentType]
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        for ending, (canonical, factor) in UNITS.items():
+            if name.endswith(ending) and name.removesuffix(ending) + canonical in allowed:
+                if not isinstance(value, int | float):
+                    raise ClusterError(f"{where}: {name}={value!r}: use a number")
+                name, value = name.removesuffix(ending) + canonical, value * factor
+                if canonical == "_bytes":
+                    value = int(value)
+                break
+        if name not in allowed:
+            raise ClusterError(f"{where}: {name} is unknown: use {', '.join(sorted(allowed))}")
+        values[name] = _checked(f"{where}: {name}", value, str(allowed[name].type))
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ClusterError(f"{where}: {str(error).partition(') ')[2]}") from None
+
+
+def _checked(where: str, value: object, annotation: str) -> object:
+    """The value, when it is of the field's kind; whole numbers pass for fractions."""
+    kinds: dict[str, tuple[type, ...]] = {
+        "int": (int,),
+        "float": (int, float),
+        "str": (str,),
+        "bool": (bool,),
+        "Mapping": (dict,),
+    }
+    wanted = kinds[annotation.removesuffix(" | None").partition("[")[0]]
+    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+        raise ClusterError(f"{where}={value!r}: need {annotation.removesuffix(' | None')}")
+    if isinstance(value, dict) and not all(isinstance(item, int | float) for item in value.values()):
+        raise ClusterError(f"{where}={value!r}: need numbers")
+    return float(value) if annotation.startswith("float") and isinstance(value, int) else value
