@@ -72,6 +72,7 @@ def run_prompt(request: RunRequest) -> None:
     settings: dict[str, Any] = {
         "cp": request.cp,
         "tp": request.tp,
+        "expert_parallel": request.expert_parallel,
         "dtype": request.dtype,
         "step_tokens": request.step_tokens,
         "latent_format": request.latent_format,

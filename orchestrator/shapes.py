@@ -12,7 +12,7 @@ from longprefill.partition.shapes import (
     ModelShape,
     MoeShape,
 )
-from longprefill.workers.model.config import DenseConfig, KdaConfig, MlaConfig, ModelConfig, MoeConfig
+from longprefill.workers.model.config import AttnResConfig, DenseConfig, KdaConfig, MlaConfig, ModelConfig, MoeConfig
 
 
 def model_shape(config: ModelConfig, settings: ClusterSettings) -> ModelShape:
@@ -28,7 +28,7 @@ def model_shape(config: ModelConfig, settings: ClusterSettings) -> ModelShape:
         hidden=config.hidden,
         layers=layers,
         element_bytes=settings.item_bytes,
-        attn_res_block=None if config.residual is None else config.residual.block_layers,
+        attn_res_block=config.residual.block_layers if isinstance(config.residual, AttnResConfig) else None,
     )
 
 
