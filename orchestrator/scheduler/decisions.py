@@ -53,6 +53,8 @@ class StepDecision:
     """Of the step, moving caches included."""
     move_s: float
     """Part of the estimate: bringing pages and states to this block first."""
+    correction: float
+    """The factor from online calibration in the estimate, moving apart."""
     reason: str
     preempted: int | None
     """The unfinished job that ran on this block before and now waits."""

@@ -138,7 +138,7 @@ class Scheduler:
         """
         decision = self._steps.pop(step)
         self._fleet.vacate(decision.block)
-        expected_s = (decision.estimate_s - decision.move_s) / self.correction.factor
+        expected_s = (decision.estimate_s - decision.move_s) / decision.correction
         computed_s = max(actual_s - decision.move_s, 0.0)
         if expected_s > 0 and computed_s > 0:
             self.correction.observe(expected_s, computed_s)
@@ -248,6 +248,7 @@ class Scheduler:
             start_s=now,
             estimate_s=place.move_s + seconds * self.correction.factor,
             move_s=place.move_s,
+            correction=self.correction.factor,
             reason=f"{pick.reason}; {place.reason or why}",
             preempted=self._preempted(place.block, slices),
             num_queued=self._num_ready - len(slices),

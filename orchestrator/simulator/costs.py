@@ -7,7 +7,7 @@ and its traffic (`partition.traffic`) at the rates of a `DeviceProfile`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import log2
 
@@ -17,6 +17,9 @@ from longprefill.partition.generators import LayoutKind, generate
 from longprefill.partition.layout import Layout, Slice
 from longprefill.partition.shapes import KdaShape, ModelShape
 from longprefill.partition.work import Exchange, Flops, step_flops
+
+GRID_TOKENS = 512
+"""Work of a prompt's first tokens is counted on multiples of this: linear in between is off by less than 1e-4."""
 
 
 class QuadraticCosts:
@@ -106,11 +109,14 @@ class WorkCosts:
         self.model = model
         self.device = device
         self.exchange: Exchange = exchange
-        self._alone = lru_cache(maxsize=65536)(self._alone_seconds)
+        self._up_to = lru_cache(maxsize=65536)(self._seconds_up_to)
+        # dense attention expands all visible rows in every step: the one part of the work that steps do not share out
+        first = self._flops(0, GRID_TOKENS)
+        self._expansion_s = first.expansion / device.gemm_flops_per_s / GRID_TOKENS
         self._balance = lru_cache(maxsize=4096)(self._balance_of)
 
     def step_seconds(self, slices: Sequence[Slice], layout: LayoutKind, mesh: Mesh) -> float:
-        """Work counted exactly on one rank and divided; balance and traffic of a full layout at a coarser grid."""
+        """Work counted on one rank and divided; balance and traffic of a full layout on a coarser grid."""
         alone_s = sum(self._alone(piece.start, piece.end) for piece in slices)
         if mesh.cp == 1:
             return alone_s / mesh.tp + self.device.step_overhead_s
@@ -136,9 +142,24 @@ class WorkCosts:
             overhead_s=self.device.step_overhead_s,
         )
 
-    def _alone_seconds(self, start: int, end: int) -> float:
+    def _alone(self, start: int, end: int) -> float:
+        """One rank's seconds for a slice: causal work adds up over slices, so two sums of a prompt's start suffice."""
+        return self._between(end) - self._between(start) + end * self._expansion_s
+
+    def _between(self, num_tokens: int) -> float:
+        """Seconds of a prompt's first tokens without expansion: counted on a grid, linear inside."""
+        cell, rest = divmod(num_tokens, GRID_TOKENS)
+        below_s = self._up_to(cell)
+        return below_s + rest / GRID_TOKENS * (self._up_to(cell + 1) - below_s) if rest else below_s
+
+    def _seconds_up_to(self, cell: int) -> float:
+        if not cell:
+            return 0.0
+        return self.device.compute_seconds(replace(self._flops(0, cell * GRID_TOKENS), expansion=0))
+
+    def _flops(self, start: int, end: int) -> Flops:
         layout = generate("contiguous", [Slice(job=0, start=start, end=end)], 1)
-        return self.device.compute_seconds(step_flops(layout, self.model, self.exchange)[0])
+        return step_flops(layout, self.model, self.exchange)[0]
 
     def _balance_of(self, spans: tuple[tuple[int, int], ...], kind: LayoutKind, cp: int) -> tuple[float, float, float]:
         """Fullest rank over all work, seconds that do not grow with the step's tokens, and seconds a token."""

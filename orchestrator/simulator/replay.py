@@ -90,10 +90,12 @@ class World:
                 self._note_start(piece, now)
             if decision.preempted is not None:
                 self.jobs[decision.preempted].num_preemptions += 1
-            seconds = decision.estimate_s / self.scheduler.correction.factor
+            # the costs are the truth here: what the scheduler's correction made of them is taken back
+            computed_s = (decision.estimate_s - decision.move_s) / decision.correction
             failures = self.cluster.failures
             if failures.straggler_share and self.random.random() < failures.straggler_share:
-                seconds *= failures.straggler_factor
+                computed_s *= failures.straggler_factor
+            seconds = decision.move_s + computed_s
             events.append(Timed(now + seconds, StepEnds(decision.id, seconds)))
         return events
 
