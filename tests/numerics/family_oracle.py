@@ -10,6 +10,7 @@ Legend: T tokens, V vocabulary, K selected positions, A experts a token.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,8 @@ from longprefill.workers.choices import Record, Replayer
 from longprefill.workers.model.config import MlaConfig, ModelConfig
 from longprefill.workers.model.families.registry import read_config
 from longprefill.workers.model.model import Model
-from longprefill.workers.model.weights import load_weights
+from longprefill.workers.model.parameters import parameter_shapes
+from longprefill.workers.model.weights import check_weights, load_weights
 from longprefill.workers.prefill import PrefillRank, StepPlan
 from longprefill.workers.trace import Tracer
 
@@ -39,6 +41,8 @@ WHOLE = 1 << 20
 
 Outputs = dict[str, torch.Tensor]
 """By place, one row a position: "N.mixer", "N.ffn", "logits"."""
+
+Change = Callable[[ModelConfig, dict[str, torch.Tensor]], tuple[ModelConfig, dict[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,7 +71,10 @@ def prompt(num_tokens: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
 
 def load_class(cls: Any, directory: Path) -> Any:
     """transformers' model in fp32; every tensor of the text model must come from the directory."""
-    model, info = cls.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    # grouped products refuse widths that are not multiples of 16 bytes
+    model, info = cls.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True, experts_implementation="eager"
+    )
     assert not [name for name in info["missing_keys"] if ".visual." not in name]
     assert not info["unexpected_keys"]
     return model.eval()
@@ -149,10 +156,11 @@ class TappedModel(Model):
 
 
 def run_ours(
-    directory: Path, oracle: Oracle, *, cp: int = 1, step_tokens: int = WHOLE,
-    change: Callable[[ModelConfig, dict[str, torch.Tensor]], tuple[ModelConfig, dict[str, torch.Tensor]]] | None = None,
+    directory: Path, oracle: Oracle, *, cp: int = 1, step_tokens: int = WHOLE, change: Change | None = None,
+    replay: bool = True,
 ) -> Run:  # fmt: skip
-    """Our engine over `cp` ranks in threads with fp32 caches that start as NaN. `change` spoils config and weights."""
+    """Our engine over `cp` ranks in threads; fp32 caches start as NaN. `change` spoils config and weights; with
+    `replay` off our own choices stand."""
     config = read_config(directory)
     weights = load_weights(directory, config, dtype=torch.float32)
     if change is not None:
@@ -166,7 +174,7 @@ def run_ours(
         model, choices = TappedModel(config, dict(weights)), Replayer(oracle.record)
         pool = CachePool(torch.full((pool_bytes(kinds, num_pages),), 0xFF, dtype=torch.uint8), kinds, num_pages)
         rank = PrefillRank(model, group, pool, resolve("cpu"), dtype=torch.float32, tracer=Tracer(False))
-        rank.choices = choices
+        rank.choices = choices if replay else None
         rank.open_job(0, tokens, (*table, num_pages - 1))
         for start, end in plan_steps(tokens.numel(), step_tokens):
             slices = (Slice(job=0, start=start, end=end),)
@@ -205,6 +213,37 @@ def is_caught(run: Run, oracle: Oracle, tolerance: float = TOLERANCE) -> bool:
     """Whether `assert_agrees` fails by far: an output ten times beyond the tolerance, or a choice that was no tie."""
     worst = max(ratio if ratio == ratio else float("inf") for ratio in differences(run, oracle).values())
     return worst > 10 * tolerance or run.worst > 10 * tolerance
+
+
+def with_mixers(spoil: Callable[[int, Any], Any]) -> Change:
+    """A change of every layer's mixer config: `spoil(layer, mixer)` gives the wrong one."""
+
+    def change(config: ModelConfig, weights: dict[str, torch.Tensor]) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+        layers = [dataclasses.replace(layer, mixer=spoil(n, layer.mixer)) for n, layer in enumerate(config.layers)]
+        return dataclasses.replace(config, layers=tuple(layers)), weights
+
+    return change
+
+
+def with_zeros(ending: str) -> Change:
+    """A change of weights: all those whose names end so are zero."""
+
+    def change(config: ModelConfig, weights: dict[str, torch.Tensor]) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+        zeros = {name: torch.zeros_like(value) for name, value in weights.items() if name.endswith(ending)}
+        assert zeros, ending
+        return config, weights | zeros
+
+    return change
+
+
+def assert_same_weights(directory: Path, expected: dict[str, torch.Tensor]) -> None:
+    """The directory loads to these canonical tensors, bit for bit."""
+    config = read_config(directory)
+    check_weights(directory, config)
+    loaded = load_weights(directory, config, dtype=torch.float32)
+    assert list(loaded) == list(expected) == list(parameter_shapes(config))
+    for name, value in expected.items():
+        assert torch.equal(loaded[name], value), name
 
 
 @contextlib.contextmanager
