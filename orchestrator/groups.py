@@ -39,6 +39,7 @@ from longprefill.workers.handoff.parts import HandoffPart, build_messages, pool_
 from longprefill.workers.model.config import KdaConfig, MlaConfig, ModelConfig
 from longprefill.workers.model.sharding import ALONE
 from longprefill.workers.prefill import StepPlan
+from longprefill.workers.probe import RankObservation
 from longprefill.workers.snapshot import SnapshotHeader, SnapshotIdentity, read_header
 from longprefill.workers.spec import WorkerInfo, WorkerSpec, WorkerStats
 
@@ -370,12 +371,21 @@ class LocalWorkers:
             merged |= record
         return merged
 
-    def replay_choices(self, record: Record) -> None:
+    def replay_choices(self, record: Record, *, keep_own: bool = False) -> None:
         shared = ray.put(record)
-        self._call_prefill("replay_choices", lambda worker: (shared,))
+        self._call_prefill("replay_choices", lambda worker: (shared, keep_own))
 
     def end_replay(self) -> list[ChoiceReport]:
         return list(self._call_prefill("end_replay", lambda worker: ()).values())
+
+    def start_probe(self, logit_rows: int) -> None:
+        """Keeps activations from now on."""
+        self._call_prefill("start_probe", lambda worker: (logit_rows,))
+
+    def take_probe(self, job: int) -> list[RankObservation]:
+        """What the ranks kept of a job and what it left, in rank order."""
+        found = self._call_prefill("take_probe", lambda worker: (job,))
+        return [found[worker.label] for worker in self.prefill]
 
     def _call_prefill(self, method: str, arguments: Callable[[Watched], tuple[Any, ...]]) -> dict[str, Any]:
         return self._watch.wait(

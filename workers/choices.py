@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,16 @@ Key = tuple[str, int, int, int]
 
 Record = dict[Key, torch.Tensor]
 """Rows of choices, keyed by where they start."""
+
+
+class Swap(NamedTuple):
+    """One row whose own choice differs from the recorded one. `distance` is as in `Replayer.worst`."""
+
+    kind: str
+    layer: int
+    job: int
+    position: int
+    distance: float
 
 
 @dataclass
@@ -70,10 +81,13 @@ class Replayer:
     `swaps` counts rows whose own choice differs; `worst` is the largest distance of a differing element's score from
     the k-th score, relative to the row's largest score: a near tie is one within rounding (1e-5 in fp32). It is
     infinite where the choices differ in what no score decides: their size, or a position that the query must or must
-    not see. Rows that chose the same keep their own routing weights.
+    not see. Rows that chose the same keep their own routing weights. With `keep_own` differences are only counted and
+    the run's own choices stand.
     """
 
     record: Record
+    keep_own: bool = False
+    swapped: list[Swap] = field(default_factory=list)
     swaps: int = 0
     worst: float = 0.0
     rows: int = 0
@@ -105,13 +119,14 @@ class Replayer:
             own, own_rest = _split(chosen_TS[t], pool, num_complete)
             other, other_rest = _split(replayed_TS[t], pool, num_complete)
             is_one_size = (chosen_TS[t] >= 0).sum() == (replayed_TS[t] >= 0).sum() and len(own) == len(other)
+            place = ("positions", layer, fragment.job, start + t)
             if own_rest != other_rest or not is_one_size:
-                self._count(math.inf)
+                self._count(place, math.inf)
                 continue
             rows = torch.tensor([*own, *sorted(set(own) ^ set(other))], dtype=torch.int64)
             scores = context.kernels.indexer.scores(query_TIX[t : t + 1], weight_TI[t : t + 1], keys, rows[None])[0]
-            self._count(_distance(scores[: len(own)], scores[len(own) :]))
-        return replayed_TS
+            self._count(place, _distance(scores[: len(own)], scores[len(own) :]))
+        return chosen_TS if self.keep_own else replayed_TS
 
     def experts(
         self,
@@ -130,26 +145,29 @@ class Replayer:
         score_TE = torch.sigmoid(logits_TE) if config.scoring == "sigmoid" else torch.softmax(logits_TE, dim=-1)
         steering_TE = score_TE if bias_E is None else score_TE + bias_E
         self.rows += expert_TA.shape[0]
+        rows_T = [(run.job, position) for run in context.runs for position in range(run.start, run.end)]
         swapped_T = (expert_TA.sort(dim=1).values != replayed_TA.sort(dim=1).values).any(dim=1)
         for t in swapped_T.nonzero()[:, 0].tolist():
             differing = sorted(set(expert_TA[t].tolist()) ^ set(replayed_TA[t].tolist()))
             distance = _distance(steering_TE[t, expert_TA[t]], steering_TE[t, differing])
             # where the choice of groups is a near tie, any expert of theirs may come or go with its group
-            self._count(min(distance, _group_gap(steering_TE[t], config)))
+            self._count(("experts", layer, *rows_T[t]), min(distance, _group_gap(steering_TE[t], config)))
             weight_A = score_TE[t, replayed_TA[t]]
             if config.normalize_weights:
                 weight_A = weight_A / (weight_A.sum() + 1e-20)
             expert_TA[t], weight_TA[t] = replayed_TA[t], weight_A * config.weight_scale
-        return Routing(expert_TA, weight_TA)
+        return routing if self.keep_own else Routing(expert_TA, weight_TA)
 
     def _rows(self, kind: str, layer: int, job: int, start: int, own: torch.Tensor) -> torch.Tensor:
         table = self._tables.get((kind, layer, job), {})
         rows = [table[start + i] for i in range(own.shape[0])]
         return torch.stack(rows) if rows else own
 
-    def _count(self, distance: float) -> None:
+    def _count(self, place: Key, distance: float) -> None:
+        distance = math.inf if math.isnan(distance) else distance
+        self.swapped.append(Swap(*place, distance))
         self.swaps += 1
-        self.worst = max(self.worst, math.inf if math.isnan(distance) else distance)
+        self.worst = max(self.worst, distance)
 
 
 def _split(positions_S: torch.Tensor, pool: int, num_complete: int) -> tuple[list[int], list[int]]:

@@ -34,7 +34,7 @@ from longprefill.comms.transport.holder import attach_pool
 from longprefill.kernels.backends import chosen, resolve
 from longprefill.workers import device as devices
 from longprefill.workers.cache.pages import CacheFormats, CachePool, cache_kinds
-from longprefill.workers.choices import Record, Recorder, Replayer
+from longprefill.workers.choices import Record, Recorder, Replayer, Swap
 from longprefill.workers.decode import DecodeRank, Sampling, Token
 from longprefill.workers.dump import collect
 from longprefill.workers.handoff.parts import HandoffPart, HandoffTarget, slot_bytes
@@ -45,6 +45,7 @@ from longprefill.workers.model.model import Model
 from longprefill.workers.model.sharding import local_config, parameter_ranges
 from longprefill.workers.model.weights import fingerprint, load_weights
 from longprefill.workers.prefill import PrefillRank, StepPlan
+from longprefill.workers.probe import ActivationProbe, RankObservation, observe
 from longprefill.workers.snapshot import SnapshotIdentity, read_header, restore, write_snapshot
 from longprefill.workers.spec import WorkerInfo, WorkerSpec, WorkerStats
 from longprefill.workers.trace import Tracer
@@ -70,6 +71,7 @@ class ChoiceReport:
     rows: int
     swaps: int
     worst: float
+    swapped: tuple[Swap, ...] = ()
 
 
 class _Worker:
@@ -215,8 +217,8 @@ class PrefillWorker(_Worker):
         return StepReport(rank=self._group.rank, seconds=result.seconds, has_logits=tuple(result.logits))
 
     def finish_handoff(self, job: int) -> HandoffPart:
-        """A collective of the TP group. Sends the state and logits if this rank has them, waits until everything has arrived; this rank's part of the
-        manifest, or what went wrong with the transfer."""
+        """A collective of the TP group. Sends the state and logits if this rank has them, waits until everything has
+        arrived; this rank's part of the manifest, or what went wrong with the transfer."""
         assert self._sender is not None
         state = self._rank.whole_state(job)
         # all ranks of a tensor-parallel group have the logits; one of them speaks for it
@@ -281,16 +283,30 @@ class PrefillWorker(_Worker):
         self._rank.choices = None
         return recorder.record
 
-    def replay_choices(self, record: Record) -> None:
-        """Uses recorded choices from now on."""
-        self._rank.choices = Replayer(record)
+    def replay_choices(self, record: Record, keep_own: bool = False) -> None:
+        """Uses recorded choices from now on, or with `keep_own` only compares this rank's own with them."""
+        self._rank.choices = Replayer(record, keep_own=keep_own)
 
     def end_replay(self) -> ChoiceReport:
         """How this rank's own choices differed; replaying ends."""
         replayer = self._rank.choices
         assert isinstance(replayer, Replayer)
         self._rank.choices = None
-        return ChoiceReport(rows=replayer.rows, swaps=replayer.swaps, worst=replayer.worst)
+        return ChoiceReport(
+            rows=replayer.rows, swaps=replayer.swaps, worst=replayer.worst, swapped=tuple(replayer.swapped)
+        )
+
+    def start_probe(self, logit_rows: int) -> None:
+        """Keeps activations from now on, and the logits of every prompt's last rows."""
+        self._rank.probe = ActivationProbe(logit_rows=logit_rows)
+
+    def take_probe(self, job: int) -> RankObservation:
+        """A collective of the TP group. What this rank kept of the job since `start_probe`, and what the job left;
+        probing ends."""
+        probe = self._rank.probe
+        assert probe is not None
+        self._rank.probe = None
+        return observe(self._rank, probe, job)
 
 
 class DecodeWorker(_Worker):

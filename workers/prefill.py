@@ -22,6 +22,7 @@ from longprefill.workers.mesh import Mesh
 from longprefill.workers.model.config import ModelConfig
 from longprefill.workers.model.layers.context import Choices, JobStep, StepContext
 from longprefill.workers.model.model import Model
+from longprefill.workers.probe import ActivationProbe
 from longprefill.workers.trace import Tracer
 
 
@@ -82,6 +83,7 @@ class PrefillRank:
         self.device = device or torch.device("cpu")
         self.keep_unpooled_keys = keep_unpooled_keys
         self.choices: Choices | None = None
+        self.probe: ActivationProbe | None = None
         self._jobs: dict[int, _Job] = {}
 
     def open_job(
@@ -163,6 +165,8 @@ class PrefillRank:
         token_ids_S = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
         hidden_SD = self.model.forward(token_ids_S.to(self.device), ctx)
         logits = self._logits(plan, hidden_SD, ctx)
+        if self.probe is not None:
+            self._probe_logits(self.probe, hidden_SD, ctx)
         self._keep_unpooled_keys(ctx)
         with self.tracer.span("boundary_state", "collective"):
             states = self._replicate_states(ctx)
@@ -192,6 +196,7 @@ class PrefillRank:
             expert_parallel=self.expert_parallel,
             row_align=self.model.largest_pool,
             choices=self.choices,
+            probe=self.probe,
             unpooled_keys={} if self.keep_unpooled_keys else None,
         )
 
@@ -214,6 +219,18 @@ class PrefillRank:
             if run.job in owned and ctx.is_last(run)
         ]
         return {job: logits_JV[n] for n, job in enumerate(jobs)}
+
+    def _probe_logits(self, probe: ActivationProbe, hidden_SD: torch.Tensor, ctx: StepContext) -> None:
+        """Logits of the last rows of every job, from all tensor-parallel ranks together; one of them keeps them."""
+        hidden_TD = ctx.gather_rows(hidden_SD, op="probe")
+        for n, fragment in enumerate(ctx.local):
+            first = max(self.num_tokens(fragment.job) - probe.logit_rows, fragment.start)
+            if first >= fragment.end:
+                continue
+            rows = slice(ctx.offsets[n] + first - fragment.start, ctx.offsets[n + 1])
+            logits_NV = self.model.logits(hidden_TD[rows], ctx)
+            if self.mesh.tp.rank == 0:
+                probe.keep(len(self.model.layers), "logits", fragment.job, first, logits_NV)
 
     def _keep_unpooled_keys(self, ctx: StepContext) -> None:
         for layer, entries in (ctx.unpooled_keys or {}).items():

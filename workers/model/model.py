@@ -38,11 +38,19 @@ class Model:
         stream = self.residual.start(self.embed[token_ids_S], ctx.kernels.residual)
         for n, layer in enumerate(self.layers):
             with ctx.tracer.span(layer.name, "layer", layer=n):
-                x_TD = ctx.kernels.norm.rms_norm(stream.mixer_input(n), layer.mixer_norm, self.config.norm_eps)
-                stream.add(layer.mixer.forward(x_TD, ctx))
-                x_TD = ctx.kernels.norm.rms_norm(stream.ffn_input(n), layer.ffn_norm, self.config.norm_eps)
-                stream.add(layer.ffn.forward(x_TD, ctx))
-        return stream.final()
+                x_SD = ctx.kernels.norm.rms_norm(stream.mixer_input(n), layer.mixer_norm, self.config.norm_eps)
+                ctx.observe(n, "mixer input", x_SD)
+                out_SD = layer.mixer.forward(x_SD, ctx)
+                ctx.observe(n, "mixer output", out_SD)
+                stream.add(out_SD)
+                x_SD = ctx.kernels.norm.rms_norm(stream.ffn_input(n), layer.ffn_norm, self.config.norm_eps)
+                ctx.observe(n, "feed-forward input", x_SD)
+                out_SD = layer.ffn.forward(x_SD, ctx)
+                ctx.observe(n, "feed-forward output", out_SD)
+                stream.add(out_SD)
+        hidden_SD = stream.final()
+        ctx.observe(len(self.layers), "final hidden", hidden_SD)
+        return hidden_SD
 
     def logits(self, hidden_JD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """fp32 logits [J, V] of rows of `forward`'s result, the same rows on every rank of the TP group, each of which

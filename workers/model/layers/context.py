@@ -64,12 +64,19 @@ class Choices(Protocol):
         ...
 
 
+class Probe(Protocol):
+    """Sees activations between sub-blocks (workers/probe.py)."""
+
+    def take(self, layer: int, point: str, rows_SX: torch.Tensor, context: StepContext) -> None:
+        """Own rows [S, ...] at a point of a layer, which must not be changed or kept without a copy."""
+        ...
+
+
 @dataclass(kw_only=True)
 class StepContext:
     """Two sets of rows: the *local rows* of the context-parallel rank (its fragments; each tensor-parallel rank has
-    some of
-    the heads for all of them), and this rank's *own rows*, its share of them for work per token (its runs). With one
-    tensor-parallel rank the two are the same."""
+    some of the heads for all of them), and this rank's *own rows*, its share of them for work per token (its runs).
+    With one tensor-parallel rank the two are the same."""
 
     layout: Layout
     mesh: Mesh
@@ -85,6 +92,7 @@ class StepContext:
     row_align: int
     """Own rows are cut at multiples of this: the largest k-pool of the model."""
     choices: Choices | None = None
+    probe: Probe | None = None
     unpooled_keys: dict[int, list[tuple[int, int, torch.Tensor]]] | None = None
     """With k-pool, `--dump` wants the keys before pooling: (job, start, fp32 [T, X]) by layer; None: not wanted."""
     selection: list[torch.Tensor] = field(init=False, default_factory=list)
@@ -112,6 +120,11 @@ class StepContext:
         self.positions_T, self.own_positions_S = _positions(self.local), _positions(self.runs)
         first = self.mesh.cp.rank * self.mesh.tp.size
         self._own_rows = tuple(_rows(self.shards.local_rows(first + tp)) for tp in range(self.mesh.tp.size))
+
+    def observe(self, layer: int, point: str, rows_SX: torch.Tensor) -> None:
+        """Shows own rows to the probe, if there is one."""
+        if self.probe is not None:
+            self.probe.take(layer, point, rows_SX, self)
 
     def gather_rows(self, own_SX: torch.Tensor, *, op: str) -> torch.Tensor:
         """Own rows of all tensor-parallel ranks as local rows [T, ...]."""
