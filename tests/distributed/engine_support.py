@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from longprefill.comms.group import Group
+from longprefill.comms.solo import SoloGroup
 from longprefill.comms.thread_group import run_ranks
 from longprefill.kernels.backends import resolve
 from longprefill.partition.generators import LayoutKind
@@ -26,13 +27,14 @@ from longprefill.partition.layout import PAGE_TOKENS, Slice
 from longprefill.partition.steps import pack_jobs
 from longprefill.workers.cache.pages import CacheFormats, CachePool, cache_kinds, pool_bytes
 from longprefill.workers.choices import Record, Recorder, Replayer
+from longprefill.workers.decode import DecodeRank, Sampling
 from longprefill.workers.model.config import ModelConfig
-from longprefill.workers.model.families.registry import config_from
+from longprefill.workers.model.families.registry import config_from, read_config
 from longprefill.workers.model.initial import initial_parameter
 from longprefill.workers.model.model import Model
 from longprefill.workers.model.parameters import parameter_shapes
 from longprefill.workers.model.sizes import RAW_CONFIGS
-from longprefill.workers.model.weights import parameter_dtype
+from longprefill.workers.model.weights import load_weights, parameter_dtype
 from longprefill.workers.prefill import PrefillRank, StepPlan
 from longprefill.workers.snapshot import SnapshotIdentity, restore, write_snapshot
 from longprefill.workers.trace import Tracer
@@ -97,6 +99,14 @@ def make_engine(
     }
     formats = CacheFormats(latent=latent, index_key=index_key)
     return Engine(config=config, model=Model(config, weights), dtype=dtype, formats=formats)
+
+
+def load_engine(directory: Path) -> Engine:
+    """An fp32 engine of a published model directory."""
+    config = read_config(directory)
+    weights = load_weights(directory, config, dtype=torch.float32)
+    formats = CacheFormats(latent="fp32", index_key="fp32")
+    return Engine(config=config, model=Model(config, weights), dtype=torch.float32, formats=formats)
 
 
 def hybrid(*layer_types: str, linear: Mapping[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
@@ -217,6 +227,24 @@ def run(
             result.rows, result.swaps = result.rows + choices.rows, result.swaps + choices.swaps
             result.worst = max(result.worst, choices.worst)
     return result
+
+
+def generate(
+    engine: Engine, job: Job, step_tokens: int, cp: int, num_new: int, folder: Path, choices: Recorder | None = None
+) -> tuple[list[int], PrefillRank]:
+    """Greedy tokens from decode steps after a prefill on `cp` ranks, and the rank that decoded."""
+    prefilled = run(engine, [job], steps_of([job], step_tokens), cp=cp, export_to=folder)
+    num_pages = -(-(job.tokens.numel() + num_new) // PAGE_TOKENS)
+    table = tuple(range(num_pages, 0, -1))
+    rank = make_rank(engine, SoloGroup(), num_pages + 1, choices)
+    open_job(
+        rank, engine, Job(number=job.number, tokens=job.tokens, snapshot=folder / f"{job.number}.safetensors"), table
+    )
+    state = rank.state(job.number)
+    rank.close_job(job.number)
+    decode = DecodeRank(rank)
+    decode.take(job.number, table, state, prefilled.outcomes[job.number]["logits"], job.tokens.numel() + num_new)
+    return [token.id for token in decode.generate(job.number, Sampling(max_new_tokens=num_new))], rank
 
 
 def assert_bitwise_equal(actual: Outcome, expected: Outcome) -> None:

@@ -20,9 +20,7 @@ from longprefill.partition.layout import PAGE_TOKENS, Fragment, Layout, Slice
 from longprefill.workers import prefill
 from longprefill.workers.cache.pages import JobCache
 from longprefill.workers.choices import Recorder, Replayer
-from longprefill.workers.decode import DecodeRank, Sampling
 from longprefill.workers.model.layers.state_exchange import EXCHANGES
-from longprefill.workers.prefill import PrefillRank
 
 from .engine_support import (
     TOLERANCE,
@@ -33,6 +31,7 @@ from .engine_support import (
     assert_equal_outcomes,
     check_against_reference,
     drive,
+    generate,
     hybrid,
     leavings,
     make_engine,
@@ -177,24 +176,6 @@ def test_a_new_mesh_after_every_step(engine: Engine, tmp_path: Path) -> None:
         job = Job(number=0, tokens=job.tokens, snapshot=snapshot)
     assert job.snapshot is not None
     check_against_reference(engine, [1000], WHOLE, cp=2, snapshots=[job.snapshot], starts={0: borders[-1]})
-
-
-def generate(
-    engine: Engine, job: Job, step_tokens: int, cp: int, num_new: int, folder: Path, choices: Recorder | None = None
-) -> tuple[list[int], PrefillRank]:
-    """Greedy tokens from decode steps after a prefill on `cp` ranks, and the rank that decoded."""
-    prefilled = run(engine, [job], steps_of([job], step_tokens), cp=cp, export_to=folder)
-    num_pages = -(-(job.tokens.numel() + num_new) // PAGE_TOKENS)
-    table = tuple(range(num_pages, 0, -1))
-    rank = make_rank(engine, SoloGroup(), num_pages + 1, choices)
-    open_job(
-        rank, engine, Job(number=job.number, tokens=job.tokens, snapshot=folder / f"{job.number}.safetensors"), table
-    )
-    state = rank.state(job.number)
-    rank.close_job(job.number)
-    decode = DecodeRank(rank)
-    decode.take(job.number, table, state, prefilled.outcomes[job.number]["logits"], job.tokens.numel() + num_new)
-    return [token.id for token in decode.generate(job.number, Sampling(max_new_tokens=num_new))], rank
 
 
 @pytest.mark.parametrize("length", [1, 60, 130])
