@@ -16,11 +16,14 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from longprefill.orchestrator.errors import RunFailed
 from longprefill.partition.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 128 << 20
 """Ray carries control only: prompts and logits of a few megabytes."""
@@ -38,6 +41,7 @@ class LocalRay:
     def __init__(self) -> None:
         self.directory: Path | None = None
         self._lock = -1
+        self._printer: Callable[..., None] | None = None
 
     def start(self, num_cpus: int, worker_environment: Mapping[str, str]) -> None:
         """Starts Ray with `num_cpus` logical CPUs (they bound nothing; ranks are counted, cores are shared). All its
@@ -56,6 +60,7 @@ class LocalRay:
             )
         sweep_stale_directories()
         self._make_directory()
+        self._hush()
         for name in QUIET_LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)
         for name, value in _ray_environment().items():
@@ -88,6 +93,7 @@ class LocalRay:
             ray.shutdown()
         if self.directory is None:
             return
+        self._unhush()
         directory, self.directory = self.directory, None
         deadline = time.monotonic() + END_TIMEOUT_S
         while (pids := processes_naming(directory)) and time.monotonic() < deadline:
@@ -98,6 +104,20 @@ class LocalRay:
         while directory.exists() and time.monotonic() < deadline:
             shutil.rmtree(directory, ignore_errors=True)  # a worker may be writing its last line: try again
         os.close(self._lock)
+
+    def _hush(self) -> None:
+        # Ray prints what its servers report, the death of a worker say, to standard output, which holds the result
+        from ray._private import worker
+
+        self._printer = worker.print_to_stdstream
+        worker.print_to_stdstream = _log_message
+
+    def _unhush(self) -> None:
+        from ray._private import worker
+
+        if self._printer is not None:
+            worker.print_to_stdstream = self._printer
+            self._printer = None
 
     def _make_directory(self) -> None:
         # made under another name, so that nobody can sweep it before its lock is held
@@ -150,6 +170,12 @@ def worker_environment(num_threads: int) -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     }
+
+
+def _log_message(data: Mapping[str, Any], *_: object, **__: object) -> None:
+    """In the place of Ray's printer."""
+    for line in data.get("lines", ()):
+        logger.info("Ray: %s", line)
 
 
 def _ray_environment() -> dict[str, str]:

@@ -100,23 +100,19 @@ def build_messages(
 
 def state_entries(state: BoundaryState, owner: int) -> tuple[StateEntry, ...]:
     """Manifest entries of a packed boundary state, in the order of `BoundaryState.pack`."""
-    kinds = {"state": "kda_state", "conv": "conv_tail"}
+    kinds = {"state": "kda_state", "conv": "conv_tail", "pool_key": "pool_key", "pool_gate": "pool_gate"}
     entries: list[StateEntry] = []
     for name, tensor in state.named_tensors():
         _, layer, field_name = name.split(".")
-        # a pool tail is two tensors (keys, gates): two parts of one entry
-        part, num_parts = ({"pool_key": 0, "pool_gate": 1}[field_name], 2) if field_name not in kinds else (0, 1)
         entries.append(
             StateEntry(
                 layer=int(layer),
-                kind=kinds.get(field_name, "pool_tail"),
+                kind=kinds[field_name],
                 shape=tuple(tensor.shape),
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 num_bytes=tensor.nbytes,
                 checksum=checksum_tensor(tensor),
                 owner=owner,
-                part=part,
-                num_parts=num_parts,
             )
         )
     return tuple(entries)

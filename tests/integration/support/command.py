@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .processes import MARK, assert_nothing_left, marked, new_mark
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 200.0
 COMMAND = (str(Path(sys.executable).with_name("longprefill")),)
 
 
