@@ -56,10 +56,14 @@ class Model:
         """fp32 logits [J, V] of rows of `forward`'s result, the same rows on every rank of the TP group, each of which
         has a part of the head."""
         normed = ctx.kernels.norm.rms_norm(hidden_JD, self.final_norm, self.config.norm_eps)
-        part_JV = F.linear(normed, self.head).float()
         if ctx.mesh.tp.size == 1:
-            return part_JV
-        counts = [len(part) for part in even_ranges(self.config.vocab_size, ctx.mesh.tp.size)]
+            return F.linear(normed, self.head).float()
+        parts = even_ranges(self.config.vocab_size, ctx.mesh.tp.size)
+        own = parts[ctx.mesh.tp.rank]
+        # tied embeddings are whole on every rank, a head of its own is not
+        head = self.embed[own.start : own.stop] if self.config.tie_embeddings else self.head
+        part_JV = F.linear(normed, head).float()
+        counts = [len(part) for part in parts]
         return ctx.mesh.tp.all_gather_rows(part_JV.T.contiguous(), counts, op="logits").T.contiguous()
 
     @property
