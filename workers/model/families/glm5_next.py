@@ -74,7 +74,7 @@ def read_text_config(raw: Mapping[str, Any]) -> ModelConfig:
     for name in ("index_kpool_always_select_tail", "index_kpool_compress", "mla_use_nope", "mhc"):
         if not fields.flag(name, default=True):
             raise fields.error(name, False, "true: the published model code knows nothing else")
-    indexer = read_indexer(fields, 0, None, pool=fields.integer("index_kpool", default=16))
+    indexer = read_indexer(fields, 0, None, pool=fields.integer("index_kpool", default=16, minimum=2))
     kda, mla = read_kda(fields, norm_eps), read_mla(fields, 0, None, 1.0, norm_eps)
     mixers = [kda if layer_is_kda else mla for layer_is_kda in kda_layers(fields, num_layers)]
     mixers = with_selections(mixers, indexer, indexer_layers(fields, num_layers))
