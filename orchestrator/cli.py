@@ -117,6 +117,65 @@ def run(
 
 @app.command()
 @user_facing
+def align(
+    model: Annotated[Path, typer.Option(help="Model directory as published.")],
+    tokens: Annotated[int | None, typer.Option(help="Length of a random prompt; 1000.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="UTF-8 text or token ids instead of a random prompt.")] = None,
+    cp: Annotated[int, typer.Option(help="Context-parallel ranks.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    expert_parallel: Annotated[bool, typer.Option(help="Spread the experts over all ranks.")] = False,
+    step_tokens: Annotated[int | None, typer.Option(help="Tokens a step, a multiple of 64; the whole prompt.")] = None,
+    dtype: Annotated[str, typer.Option(help="Compute dtype: bf16 or fp32.")] = "fp32",
+    latent_format: Annotated[str | None, typer.Option(help="Latent cache rows: bf16, fp8 or fp32.")] = None,
+    index_format: Annotated[str | None, typer.Option(help="Index keys: bf16, mxfp8 or fp32.")] = None,
+    against: Annotated[
+        str, typer.Option(help="transformers, single (one rank, one step), or a directory with a twin of the model.")
+    ] = "single",
+    replay_choices: Annotated[
+        bool, typer.Option("--replay-choices", help="Our run takes the other side's index and expert choices.")
+    ] = False,
+    grid: Annotated[bool, typer.Option("--grid", help="Walk meshes, lengths and step sizes.")] = False,
+    meshes: Annotated[str | None, typer.Option(help="With --grid: CPxTP, as in 1x1,2x1,4x2.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="With --grid: prompt lengths, as in 1,63,1000.")] = None,
+    steps: Annotated[str | None, typer.Option(help="With --grid: step sizes, as in 64,192,whole.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the comparison as JSON; - prints it.")] = None,
+    tolerance: Annotated[float, typer.Option(help="Relative RMS, and distance of a near tie, in fp32.")] = 1e-5,
+    seed: Annotated[int, typer.Option(help="Of random prompts.")] = 0,
+) -> None:
+    """Compare a mesh's run with transformers or one rank, layer by layer; exit code 1 beyond the tolerance."""
+    from longprefill.orchestrator.align.command import AlignRequest
+    from longprefill.orchestrator.align.command import align as run_alignment
+
+    signal.signal(signal.SIGTERM, _terminate)
+    agrees = run_alignment(
+        AlignRequest(
+            model=model,
+            tokens=tokens,
+            prompt=prompt,
+            cp=cp,
+            tp=tp,
+            expert_parallel=expert_parallel,
+            step_tokens=step_tokens,
+            dtype=dtype,
+            latent_format=latent_format,
+            index_format=index_format,
+            against=against,
+            replay_choices=replay_choices,
+            grid=grid,
+            meshes=meshes,
+            lengths=lengths,
+            steps=steps,
+            json_file=json_file,
+            tolerance=tolerance,
+            seed=seed,
+        )
+    )
+    if not agrees:
+        raise typer.Exit(1)
+
+
+@app.command()
+@user_facing
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:

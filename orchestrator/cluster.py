@@ -177,8 +177,10 @@ class LocalCluster:
         handoff: bool = False,
         step_tokens: int | None = None,
         on_step: Callable[[StepDone], None] | None = None,
+        stop: int | None = None,
     ) -> PrefillResult:
-        """Takes an exported job up where it stands, on this cluster's mesh, and finishes it.
+        """Takes an exported job up where it stands, on this cluster's mesh, and finishes it, or goes on to its first
+        `stop` tokens only (a step border).
 
         Raises:
             UserError: the snapshot is of another model, dtype or format.
@@ -187,7 +189,8 @@ class LocalCluster:
         header = self._running.read_snapshot(path)
         array = self._checked(header.tokens_T.numpy(), max_new_tokens)
         result = self._open(array, len(array) + max_new_tokens if handoff else len(array), path)
-        jobs = [Slice(job=result.job, start=header.position, end=len(array))] if header.position < len(array) else []
+        end = len(array) if stop is None else min(stop, len(array))
+        jobs = [Slice(job=result.job, start=header.position, end=end)] if header.position < end else []
         with self._abandoning([result]):
             return self._run([result], jobs, handoff=handoff, on_step=on_step, step_tokens=step_tokens)[0]
 
@@ -218,6 +221,11 @@ class LocalCluster:
             raise UserError(f"job {job} is not open: open are {sorted(self._jobs)}")
         self._running.close_job(job)
         del self._jobs[job]
+
+    @property
+    def next_job(self) -> int:
+        """The number that the next job gets."""
+        return self._next_job
 
     @property
     def workers(self) -> Any:

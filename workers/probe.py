@@ -66,8 +66,8 @@ class RankObservation:
     entries: tuple[ProbeEntry, ...]
     leavings: dict[str, np.ndarray]
     """On world rank 0 only, see `leavings`."""
-    digest: str
-    """Of the leavings as they are stored: equal on all ranks."""
+    digests: dict[str, str]
+    """Of every leaving, on every rank: all ranks must have the same."""
 
 
 def observe(rank: PrefillRank, probe: ActivationProbe, job: int) -> RankObservation:
@@ -76,7 +76,7 @@ def observe(rank: PrefillRank, probe: ActivationProbe, job: int) -> RankObservat
     return RankObservation(
         entries=tuple(entry for entry in probe.entries if entry.job == job),
         leavings={name: tensor.numpy() for name, tensor in found.items()} if rank.mesh.world.rank == 0 else {},
-        digest=_digest(found),
+        digests={name: _digest(tensor) for name, tensor in found.items()},
     )
 
 
@@ -116,9 +116,5 @@ def assemble(entries: Iterable[ProbeEntry]) -> dict[Place, torch.Tensor]:
     return result
 
 
-def _digest(tensors: dict[str, torch.Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(tensors.items()):
-        digest.update(name.encode())
-        digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.blake2b(tensor.contiguous().numpy().tobytes(), digest_size=16).hexdigest()

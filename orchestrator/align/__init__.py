@@ -1,0 +1,1 @@
+"""Layer-by-layer alignment of a mesh's run with transformers or with one rank (`longprefill align`)."""

@@ -1,0 +1,239 @@
+"""`align --grid`: one cluster a mesh, kept over all lengths and step sizes; then a job that changes meshes midway."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+from longprefill.orchestrator.align.compare import Row, compare, first_deviation, pooled
+from longprefill.orchestrator.align.mesh import carry_on, export_part, observe_mesh, whole_step
+from longprefill.orchestrator.align.observation import Observation
+from longprefill.orchestrator.align.single import SingleRank
+from longprefill.orchestrator.cluster import LocalCluster
+from longprefill.partition.errors import UserError
+from longprefill.partition.layout import PAGE_TOKENS
+from longprefill.partition.steps import check_step_tokens
+from longprefill.workers.model.config import ModelConfig
+from longprefill.workers.model.sharding import check_tp
+
+if TYPE_CHECKING:
+    from longprefill.orchestrator.align.command import AlignRequest
+
+WHOLE = "whole"
+
+
+class MeshShape(NamedTuple):
+    cp: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"{self.cp}x{self.tp}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridPlan:
+    meshes: tuple[MeshShape, ...]
+    lengths: tuple[int, ...]
+    steps: tuple[int | None, ...]
+    """None: the whole prompt at once."""
+
+
+FULL = GridPlan(
+    meshes=tuple(MeshShape(*pair) for pair in ((1, 1), (2, 1), (3, 1), (8, 1), (2, 2), (1, 4), (4, 2))),
+    lengths=(1, 63, 64, 65, 127, 511, 1000, 4097),
+    steps=(64, 192, None),
+)
+"""Of longprefill_hybrid."""
+SHORT = GridPlan(
+    meshes=(MeshShape(2, 1), MeshShape(3, 1), MeshShape(2, 2)), lengths=(65, 511, 1000), steps=(64, 192, None)
+)
+"""Of the other families."""
+JOURNEY = (MeshShape(2, 1), MeshShape(1, 2), MeshShape(3, 1))
+"""The meshes that one job passes through, a third of its tokens on each."""
+
+
+class _Case(NamedTuple):
+    """One run's comparison."""
+
+    mesh: str
+    num_tokens: int
+    step: str
+    rows: list[Row]
+    seconds: float
+
+
+def walk(
+    request: AlignRequest, config: ModelConfig, settings: dict[str, Any], console: Console
+) -> tuple[dict[str, Any], str, bool]:
+    """Prints a line a run; (JSON document, last line, whether all agree).
+
+    Raises:
+        UserError: the plan cannot be, or not on this machine.
+        RunFailed: a worker died, hung or failed.
+    """
+    plan = plan_of(request, config)
+    grid = _Grid(request, config, settings, plan)
+    cases: list[_Case] = []
+    console.print(f"{'mesh':>6} {'tokens':>7} {'step':>6} {'worst rms':>10} {'where':<36} {'swaps':>5} {'seconds':>8}")
+    for case in grid.cases():
+        cases.append(case)
+        worst = max(case.rows, key=lambda row: (not row.is_ok, row.rms / row.allowed))
+        swaps = sum(row.swaps for row in case.rows)
+        line = (
+            f"{case.mesh:>6} {case.num_tokens:>7} {case.step:>6} {worst.rms:>10.1e} {worst.place:<36} {swaps:>5} "
+            f"{case.seconds:>8.1f}"
+        )
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    verdicts = _verdicts(cases, is_pooled=not grid.is_exact)
+    bad = [(name, deviation) for name, deviation in verdicts if deviation is not None]
+    swaps = sum(row.swaps for case in cases for row in case.rows)
+    last = (
+        f"first deviation: {bad[0][0]}: {bad[0][1]}" if bad else f"all {len(cases)} runs agree; {swaps} swapped choices"
+    )
+    return {"runs": [_document(case) for case in cases]}, last, not bad
+
+
+def plan_of(request: AlignRequest, config: ModelConfig) -> GridPlan:
+    """The family's plan with what the request changes of it.
+
+    Raises:
+        UserError: a list that is not one, or a mesh that the model's heads do not allow.
+    """
+    default = FULL if config.family == "longprefill_hybrid" else SHORT
+    try:
+        meshes = default.meshes
+        if request.meshes is not None:
+            meshes = tuple(MeshShape(*map(int, pair.split("x", 1))) for pair in request.meshes.split(","))
+        lengths = default.lengths
+        if request.lengths is not None:
+            lengths = tuple(int(length) for length in request.lengths.split(","))
+        steps = default.steps
+        if request.steps is not None:
+            steps = tuple(None if step == WHOLE else int(step) for step in request.steps.split(","))
+    except (ValueError, TypeError):
+        raise UserError(
+            f"--meshes {request.meshes} --lengths {request.lengths} --steps {request.steps}: use lists such as "
+            "--meshes 2x1,2x2 --lengths 63,1000 --steps 64,whole"
+        ) from None
+    for mesh in meshes:
+        if min(mesh) < 1:
+            raise UserError(f"--meshes {mesh}: a mesh has at least 1x1 rank")
+        check_tp(config, mesh.tp)
+    for step in steps:
+        if step is not None:
+            check_step_tokens(step)
+    longest = max(lengths)
+    if min(lengths) < 1 or longest > config.max_tokens:
+        raise UserError(f"--lengths {min(lengths)} to {longest}: this model takes prompts of 1 to {config.max_tokens}")
+    return GridPlan(meshes=meshes, lengths=lengths, steps=steps)
+
+
+class _Grid:
+    def __init__(self, request: AlignRequest, config: ModelConfig, settings: dict[str, Any], plan: GridPlan) -> None:
+        from longprefill.orchestrator.align.command import make_yardstick, numbers_of, random_tokens
+
+        self.request = request
+        self.config = config
+        self.settings = settings | {"step_tokens": None}
+        self.plan = plan
+        self.is_exact = numbers_of(request).is_exact
+        self.prompts = {length: random_tokens(request, config, length) for length in plan.lengths}
+        yardstick = make_yardstick(request)
+        self.expected = {length: yardstick.run(tokens) for length, tokens in self.prompts.items()}
+        self.base: dict[int, Observation] = {}
+        if not self.is_exact:
+            rank = SingleRank(request.model, numbers_of(request))
+            self.base = {n: rank.run(tokens, self.expected[n].record) for n, tokens in self.prompts.items()}
+
+    def cases(self) -> Iterator[_Case]:
+        for mesh in self.plan.meshes:
+            with self._cluster(mesh) as cluster:
+                for length in self.plan.lengths:
+                    for step in self._steps(length):
+                        yield self._case(cluster, str(mesh), length, step)
+        yield from self._journey(max(self.plan.lengths))
+
+    def _steps(self, length: int) -> list[int | None]:
+        """Step sizes that make different steps of a prompt."""
+        return [step for step in self.plan.steps if step is None or step < length or None not in self.plan.steps]
+
+    def _cluster(self, mesh: MeshShape) -> LocalCluster:
+        settings = self.settings | {"cp": mesh.cp, "tp": mesh.tp}
+        return LocalCluster(self.request.model, decode=False, max_tokens=max(self.plan.lengths), **settings)
+
+    def _case(
+        self, cluster: LocalCluster, name: str, length: int, step: int | None, snapshot: Path | None = None
+    ) -> _Case:
+        started = time.perf_counter()
+        actual = observe_mesh(
+            cluster,
+            self.prompts[length],
+            step_tokens=step or whole_step(length),
+            record=self.expected[length].record,
+            replay=self.request.replay_choices or not self.is_exact or snapshot is not None,
+            snapshot=snapshot,
+        )
+        rows = compare(
+            self.config, self.expected[length], actual, tolerance=self.request.tolerance, base=self.base.get(length)
+        )
+        return _Case(name, length, WHOLE if step is None else str(step), rows, time.perf_counter() - started)
+
+    def _journey(self, length: int) -> Iterator[_Case]:
+        """One job over three meshes, with snapshots between: the first border is on a page, the second is ragged."""
+        meshes = [mesh for mesh in JOURNEY if _divides(self.config, mesh.tp)]
+        first = length // 3 // PAGE_TOKENS * PAGE_TOKENS
+        second = 2 * length // 3 + 1
+        if len(meshes) < len(JOURNEY) or not 0 < first < second < length:
+            return
+        tokens, record = self.prompts[length], self.expected[length].record
+        with tempfile.TemporaryDirectory(prefix="longprefill-align-") as folder:
+            one, two = Path(folder, "one.safetensors"), Path(folder, "two.safetensors")
+            with self._cluster(meshes[0]) as cluster:
+                export_part(cluster, tokens, stop=first, record=record, path=one)
+            with self._cluster(meshes[1]) as cluster:
+                carry_on(cluster, one, stop=second, record=record, path=two)
+            with self._cluster(meshes[2]) as cluster:
+                yield self._case(cluster, ">".join(map(str, meshes)), length, None, two)
+
+
+def _divides(config: ModelConfig, tp: int) -> bool:
+    try:
+        check_tp(config, tp)
+    except UserError:
+        return False
+    return True
+
+
+def _verdicts(cases: list[_Case], *, is_pooled: bool) -> list[tuple[str, str | None]]:
+    """(which runs, their first deviation). Errors of bf16 are judged over all lengths of a mesh and step together: the
+    few numbers of a short prompt scatter."""
+    if not is_pooled:
+        return [
+            (f"mesh {case.mesh}, {case.num_tokens} tokens, step {case.step}", first_deviation(case.rows))
+            for case in cases
+        ]
+    groups: dict[str, list[list[Row]]] = {}
+    for case in cases:
+        groups.setdefault(f"mesh {case.mesh}, step {case.step}", []).append(case.rows)
+    return [(name, first_deviation(pooled(runs))) for name, runs in groups.items()]
+
+
+def _document(case: _Case) -> dict[str, Any]:
+    worst = max(case.rows, key=lambda row: (not row.is_ok, row.rms / row.allowed))
+    return {
+        "mesh": case.mesh,
+        "tokens": case.num_tokens,
+        "step": case.step,
+        "ok": first_deviation(case.rows) is None,
+        "worst_rms": worst.rms if np.isfinite(worst.rms) else None,
+        "worst_place": worst.place,
+        "swaps": sum(row.swaps for row in case.rows),
+        "seconds": case.seconds,
+    }
