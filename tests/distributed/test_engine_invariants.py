@@ -27,6 +27,7 @@ from .engine_support import (
     WHOLE,
     Engine,
     Job,
+    Outcome,
     assert_bitwise_equal,
     assert_equal_outcomes,
     check_against_reference,
@@ -187,6 +188,7 @@ def test_decode_equals_prefill_of_the_longer_prompt(engine: Engine, length: int,
     tokens, rank = generate(engine, job, WHOLE, 1, num_new, tmp_path, recorder)
     assert len(tokens) == num_new
     record = reference(engine, length).record | recorder.record
+    expected: Outcome = {}
     tokens_T = torch.cat((job.tokens, torch.tensor(tokens[:-1])))
     for count in range(num_new):
         longer = Job(number=0, tokens=tokens_T[: length + count])

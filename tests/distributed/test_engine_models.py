@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from longprefill.partition.generators import LayoutKind
+from longprefill.workers.model.config import AttnResConfig
 from longprefill.workers.model.layers import residual
 from longprefill.workers.model.sizes import RAW_CONFIGS
 
@@ -126,7 +127,7 @@ def test_every_part_on_every_mesh(name: str, mesh: Mesh) -> None:
 def test_two_phases_equal_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(name)
     attn_res = engine.config.residual
-    assert attn_res is not None
+    assert isinstance(attn_res, AttnResConfig)
     assert len(engine.config.layers) / attn_res.block_layers > residual.TWO_PHASE_BLOCKS
     expected = reference(engine, 300)
     monkeypatch.setattr(residual, "TWO_PHASE_BLOCKS", 1 << 20)
