@@ -1,4 +1,4 @@
-"""The config.json of models that `make_checkpoint` writes: tiny for tests, small for a first run, bench. Torch-free."""
+"""The config.json of models that `make_checkpoint` writes, tiny to bench; mesh is for many ranks. Torch-free."""
 
 from __future__ import annotations
 
@@ -217,6 +217,31 @@ RAW_CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
         "linear_attn_config": {
             "num_heads": 2,
             "num_value_heads": 4,
+            "head_dim": 16,
+            "value_head_dim": 24,
+            "short_conv_kernel_size": 4,
+            "gate_lower_bound": -5.0,
+        },
+        "q_lora_rank": 48,
+        "index_n_heads": 16,
+        "index_head_dim": 16,
+        "index_topk": 32,
+        "first_k_dense_replace": 1,
+        "attn_res_block_size": 2,
+    },
+    ("longprefill_hybrid", "mesh"): _HYBRID
+    | _TINY
+    | {
+        # heads for four tensor-parallel ranks; vocabulary, columns and experts that four do not divide
+        "vocab_size": 509,
+        "intermediate_size": 97,
+        "moe_intermediate_size": 31,
+        "num_experts": 10,
+        "num_experts_per_token": 3,
+        "layer_types": ["kda", "dsa", "kda", "dsa"],
+        "linear_attn_config": {
+            "num_heads": 4,
+            "num_value_heads": 8,
             "head_dim": 16,
             "value_head_dim": 24,
             "short_conv_kernel_size": 4,
