@@ -89,10 +89,10 @@ class LocalRay:
         nothing."""
         import ray
 
+        if self.directory is None:
+            return  # not started, or a Ray that runs here is another's
         if ray.is_initialized():
             ray.shutdown()
-        if self.directory is None:
-            return
         self._unhush()
         directory, self.directory = self.directory, None
         deadline = time.monotonic() + END_TIMEOUT_S

@@ -57,13 +57,16 @@ class Command:
     def finish(self, stdin: bytes | None = None) -> Finished:
         """Waits for the end."""
         out, _ = self.process.communicate(stdin, timeout=TIMEOUT_S)
-        err = (self.directory.parent / f"{self.directory.name}.err").read_bytes()
         return Finished(
             code=self.process.returncode,
             out=out.decode(errors="replace"),
-            err=err.decode(errors="replace"),
+            err=self.error_text(),
             seconds=time.monotonic() - self._started,
         )
+
+    def error_text(self) -> str:
+        """Standard error so far."""
+        return (self.directory.parent / f"{self.directory.name}.err").read_bytes().decode(errors="replace")
 
     def assert_nothing_left(self) -> None:
         """No process, file or pool of this command."""
