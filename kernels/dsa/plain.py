@@ -49,7 +49,7 @@ def select(q_TIX: torch.Tensor, w_TI: torch.Tensor, keys: PagedRows, *, start: i
     Raises:
         ValueError: shapes that do not fit each other, topk < 1, or fewer cached keys than the last query sees.
     """
-    _check_queries(q_TIX, w_TI, keys, needed=start + len(q_TIX))
+    check_queries(q_TIX, w_TI, keys, needed=start + len(q_TIX))
     if topk < 1:
         raise ValueError(f"topk={topk}: an indexer keeps at least one position")
     first = torch.arange(start + 1, start + len(q_TIX) + 1, device=q_TIX.device)
@@ -62,7 +62,7 @@ def scores(q_TIX: torch.Tensor, w_TI: torch.Tensor, keys: PagedRows, positions_T
     Raises:
         ValueError: shapes that do not fit each other, or a position outside the cache.
     """
-    _check_queries(q_TIX, w_TI, keys, needed=0)
+    check_queries(q_TIX, w_TI, keys, needed=0)
     precision = _precision(q_TIX)
     scores_TS = torch.full(positions_TS.shape, -torch.inf, dtype=precision, device=q_TIX.device)
     if positions_TS.numel() == 0 or keys.num_rows == 0:
@@ -115,21 +115,31 @@ def select_pooled(
     if pool < 1 or topk < 1:
         raise ValueError(f"topk={topk}, pool={pool}: both are at least 1")
     num_queries = len(q_TIX)
-    _check_queries(q_TIX, w_TI, pooled, needed=(start + num_queries) // pool)
-    visible_T1 = torch.arange(start + 1, start + num_queries + 1, device=q_TIX.device)[:, None]
-    complete_T1 = visible_T1 // pool
-    columns_W = torch.arange(topk + pool - 1, device=q_TIX.device)
+    check_queries(q_TIX, w_TI, pooled, needed=(start + num_queries) // pool)
+    visible_T = torch.arange(start + 1, start + num_queries + 1, device=q_TIX.device)
     places = topk // pool
+    pools_TS = visible_T.new_empty(num_queries, 0)
+    if places:
+        pools_TS = _select_visible(q_TIX, w_TI, pooled, visible_T=visible_T // pool, places=places)
+    return tokens_of_pools(pools_TS, visible_T, topk=topk, pool=pool)
+
+
+def tokens_of_pools(chosen_TS: torch.Tensor, visible_T: torch.Tensor, *, topk: int, pool: int) -> torch.Tensor:
+    """int32 [T, topk + pool - 1]: the tokens of the chosen pools (S = topk // pool of them, ascending, then -1), then
+    those of each query's incomplete pool, then -1. `visible_T` counts the tokens that a query sees."""
+    num_queries, places = chosen_TS.shape
+    visible_T1 = visible_T[:, None]
+    complete_T1 = visible_T1 // pool
+    columns_W = torch.arange(topk + pool - 1, device=chosen_TS.device)
     offset_TW = columns_W - complete_T1.clamp(max=places) * pool
     tail_TW = complete_T1 * pool + offset_TW
-    chosen_TW = torch.where((offset_TW >= 0) & (tail_TW < visible_T1), tail_TW, -1)
+    tokens_TW = torch.where((offset_TW >= 0) & (tail_TW < visible_T1), tail_TW, -1)
     if places:
-        pools_TS = _select_visible(q_TIX, w_TI, pooled, visible_T=complete_T1[:, 0], places=places)
-        tokens_TSU = pools_TS[..., None] * pool + torch.arange(pool, device=q_TIX.device)
-        tokens_TW = tokens_TSU.view(num_queries, places * pool)
-        is_pool_TW = offset_TW[:, : places * pool] < 0
-        chosen_TW[:, : places * pool] = torch.where(is_pool_TW, tokens_TW, chosen_TW[:, : places * pool])
-    return chosen_TW.to(torch.int32)
+        members_TSU = chosen_TS[..., None] * pool + torch.arange(pool, device=chosen_TS.device)
+        width = places * pool
+        is_pool_TW = offset_TW[:, :width] < 0
+        tokens_TW[:, :width] = torch.where(is_pool_TW, members_TSU.view(num_queries, width), tokens_TW[:, :width])
+    return tokens_TW.to(torch.int32)
 
 
 class _Best(NamedTuple):
@@ -274,7 +284,8 @@ def _keep_best(best: _Best, rows: slice, scores_QC: torch.Tensor, positions_QC: 
     best.positions_TS[rows] = positions_QC.reshape(-1)[kept].view(-1, places)
 
 
-def _check_queries(q_TIX: torch.Tensor, w_TI: torch.Tensor, keys: PagedRows, *, needed: int) -> None:
+def check_queries(q_TIX: torch.Tensor, w_TI: torch.Tensor, keys: PagedRows, *, needed: int) -> None:
+    """ValueError unless queries, head weights and keys fit each other and `needed` keys are cached."""
     if q_TIX.ndim != 3 or w_TI.shape != q_TIX.shape[:2] or q_TIX.shape[2] != keys.format.width:
         raise ValueError(
             f"index queries {tuple(q_TIX.shape)}, weights {tuple(w_TI.shape)}, keys {keys.format.width} wide: "

@@ -1,0 +1,353 @@
+// Sparse latent attention: one query's heads over the rows it selected, in blocks of rows, with a running softmax.
+//
+// H heads, L = R + P row width, R latent rank, K rows of a block. Logits are made as [K, H], heads side by side: maxima
+// and sums over the rows are then vertical, and gathered rows are the left operand just as they lie.
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "longprefill/amx.h"
+#include "longprefill/gemm.h"
+#include "longprefill/rows.h"
+
+namespace longprefill {
+namespace {
+
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+constexpr float LOG2_E = 1.44269504f;
+
+template <typename T>
+std::unique_ptr<T[]> zeros(int64_t size) { return std::unique_ptr<T[]>(new T[static_cast<size_t>(size)]()); }
+
+LP_INLINE int64_t rounded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+// fp32 products by the micro-kernels. Weights [K, H] are the transposed left operand of the second product.
+class Fp32Attention {
+public:
+    static constexpr int64_t BLOCK = 64;
+
+    Fp32Attention(const Rows& rows, int64_t heads, int64_t rank)
+        : rows_(rows), heads_(heads), rank_(rank), padded_heads_(rounded(heads, std::max<int64_t>(PANEL, TILE_ROWS))),
+          padded_rank_(rounded(rank, PANEL)), row_(rounded(std::max(rows.width, padded_rank_), LANES)),
+          q_(zeros<float>(rows.width * padded_heads_)), block_(zeros<float>(BLOCK * row_)),
+          weights_(zeros<float>(BLOCK * padded_heads_)), out_(zeros<float>(padded_heads_ * padded_rank_)),
+          max_(zeros<float>(padded_heads_)), sum_(zeros<float>(padded_heads_)) {}
+
+    template <typename T>
+    void start(const T* q) {
+        for (int64_t h = 0; h < heads_; ++h)
+            for (int64_t c = 0; c < rows_.width; ++c)
+                q_[c * padded_heads_ + h] = static_cast<float>(q[h * rows_.width + c]);
+        std::fill_n(out_.get(), padded_heads_ * padded_rank_, 0.0f);
+        std::fill_n(sum_.get(), padded_heads_, 0.0f);
+        std::fill_n(max_.get(), padded_heads_, NONE);
+    }
+
+    void add(const int32_t* positions, int64_t count, float scale) {
+        for (int64_t i = 0; i < count; ++i) rows_.decode(positions[i], block_.get() + i * row_);
+        // Rows of the last tile behind `count` hold older rows: their logits are made and not read.
+        for (int64_t h = 0; h < padded_heads_; h += PANEL)
+            for (int64_t i = 0; i < count; i += TILE_ROWS) {
+                Accumulators sums;
+                zero(sums);
+                multiply_add(sums, block_.get() + i * row_, row_, q_.get() + h, padded_heads_, rows_.width);
+                store_tile(sums, weights_.get() + i * padded_heads_ + h, padded_heads_);
+            }
+        for (int64_t h = 0; h < padded_heads_; h += LANES) soften(h, count, scale);
+        for (int64_t c = 0; c < padded_rank_; c += PANEL)
+            for (int64_t h = 0; h < padded_heads_; h += TILE_ROWS) {
+                Accumulators sums;
+                float* to = out_.get() + h * padded_rank_ + c;
+                load_tile(sums, to, padded_rank_);
+                multiply_add_transposed(sums, weights_.get() + h, padded_heads_, block_.get() + c, row_, count);
+                store_tile(sums, to, padded_rank_);
+            }
+    }
+
+    template <typename T>
+    void finish(T* out) const {
+        for (int64_t h = 0; h < heads_; ++h) {
+            const Vec share = splat(1.0f / sum_[h]);
+            for_each_vector(rank_, [&](int64_t c, int size) {
+                store_some(out + h * rank_ + c, load(out_.get() + h * padded_rank_ + c) * share, size);
+            });
+        }
+    }
+
+private:
+    // Logits of LANES heads become weights; what was summed before is scaled to the new maximum.
+    void soften(int64_t h, int64_t count, float scale) {
+        const Vec factor = splat(scale), before = load(max_.get() + h);
+        Vec highest = before;
+        for (int64_t i = 0; i < count; ++i) highest = max(load(weights_.get() + i * padded_heads_ + h) * factor, highest);
+        // No maximum yet, or every logit so far is -inf: exp(-inf - -inf) would be NaN for nothing to scale.
+        const Vec decay = before == highest ? splat(1.0f) : exp(before - highest);
+        Vec total = load(sum_.get() + h) * decay;
+        for (int64_t i = 0; i < count; ++i) {
+            float* at = weights_.get() + i * padded_heads_ + h;
+            const Vec weight = exp(load(at) * factor - highest);
+            total += weight;
+            store(at, weight);
+        }
+        store(max_.get() + h, highest);
+        store(sum_.get() + h, total);
+        for (int lane = 0; lane < LANES; ++lane) {
+            if (decay[lane] == 1.0f) continue;
+            float* row = out_.get() + (h + lane) * padded_rank_;
+            for (int64_t c = 0; c < padded_rank_; c += LANES) store(row + c, load(row + c) * splat(decay[lane]));
+        }
+    }
+
+    const Rows& rows_;
+    int64_t heads_, rank_, padded_heads_, padded_rank_, row_;
+    std::unique_ptr<float[]> q_, block_, weights_, out_, max_, sum_;
+};
+
+#if defined(LONGPREFILL_AMX)
+// 2^x for x <= 16 or so, 6e-7 relative: weights are rounded to bf16 anyway. 0 for -inf, NaN for NaN.
+LP_INLINE __m512 power_of_two(__m512 x) {
+    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    // inf - inf is NaN, but 2^whole is 0 there and the scaling makes 0 of any finite p.
+    const __m512 r = _mm512_max_ps(_mm512_sub_ps(x, whole), _mm512_set1_ps(-0.5f));
+    __m512 p = _mm512_set1_ps(1.33335581e-3f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.61812910e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.55041086e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.40226507e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.93147180e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, whole);
+}
+
+// bf16 products on AMX. The maximum that weights are relative to stays until a logit passes it by more than MARGIN:
+// weights up to 2^MARGIN lose nothing in bf16 and fp32, and the output needs no scaling for most blocks.
+class AmxAttention {
+public:
+    static constexpr int64_t BLOCK = 128;
+    static constexpr float MARGIN = 10.0f;  // in powers of two
+    static constexpr int64_t AHEAD = 6;     // rows that are fetched before they are needed
+
+    AmxAttention(const Rows& rows, int64_t heads, int64_t rank)
+        : rows_(rows), heads_(heads), rank_(rank), padded_heads_(padded(heads, 16)),
+          row_(padded(rows.width, AMX_DEPTH)), padded_rank_(padded(rank, 32)),
+          q_(zeros<Bf16>(row_ * padded_heads_)), q_rows_(zeros<Bf16>(padded_heads_ * row_)),
+          block_(zeros<Bf16>(BLOCK * std::max(row_, padded_rank_))), values_(zeros<Bf16>(BLOCK * padded_rank_)),
+          weights_(zeros<Bf16>(padded_heads_ * BLOCK)), logits_(zeros<float>(BLOCK * padded_heads_)),
+          out_(zeros<float>(padded_heads_ * padded_rank_)), max_(zeros<float>(padded_heads_)),
+          sum_(zeros<float>(padded_heads_)) {}
+
+    void start(const Bf16* q) {
+        for (int64_t h = 0; h < heads_; ++h)
+            std::memcpy(static_cast<void*>(q_rows_.get() + h * row_), q + h * rows_.width, rows_.width * sizeof(Bf16));
+        for (int64_t h = 0; h < padded_heads_; h += 16)
+            pack_sixteen_rows(q_rows_.get() + h * row_, row_, row_, q_.get(), padded_heads_, h);
+        std::fill_n(sum_.get(), padded_heads_, 0.0f);
+        std::fill_n(max_.get(), padded_heads_, NONE);
+        has_output_ = false;
+    }
+
+    void add(const int32_t* positions, int64_t count, float scale) {
+        gather(positions, count);
+        // Whole blocks always: another shape is another kernel of oneDNN's. Rows behind `count` are zeros.
+        amx_multiply(BLOCK, padded_heads_, row_, block_.get(), row_, q_.get(), padded_heads_, logits_.get(),
+                     padded_heads_, false);
+        for (int64_t h = 0; h < padded_heads_; h += 16) soften(h, count, scale * LOG2_E);
+        amx_multiply(padded_heads_, padded_rank_, BLOCK, weights_.get(), BLOCK, values_.get(), padded_rank_, out_.get(),
+                     padded_rank_, has_output_);
+        has_output_ = true;
+    }
+
+    void finish(Bf16* out) const {
+        // Values were packed by 16-bit unpacking inside 128-bit lanes: of 32 columns the first vector of sums holds
+        // 0-3, 8-11, 16-19, 24-27, the second the others.
+        const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+        for (int64_t h = 0; h < heads_; ++h) {
+            const __m512 share = _mm512_set1_ps(1.0f / sum_[h]);
+            for (int64_t c = 0; c < rank_; c += 32) {
+                const float* from = out_.get() + h * padded_rank_ + c;
+                const __m512 a = _mm512_loadu_ps(from), b = _mm512_loadu_ps(from + 16);
+                const __m512i both = to_bf16(_mm512_mul_ps(_mm512_permutex2var_ps(a, first, b), share),
+                                             _mm512_mul_ps(_mm512_permutex2var_ps(a, second, b), share));
+                const int64_t size = std::min<int64_t>(32, rank_ - c);
+                const __mmask32 inside = size == 32 ? 0xffffffffu : (1u << size) - 1;
+                _mm512_mask_storeu_epi16(out + h * rank_ + c, inside, both);
+            }
+        }
+    }
+
+private:
+    void gather(const int32_t* positions, int64_t count) {
+        for (int64_t i = 0; i < std::min(AHEAD, count); ++i) fetch(positions[i]);
+        for (int64_t i = 0; i < count; i += 2) {
+            for (int64_t next = i + AHEAD; next < std::min(i + AHEAD + 2, count); ++next) fetch(positions[next]);
+            Bf16 *a = block_.get() + i * row_, *b = a + row_;
+            read(positions[i], a);
+            if (i + 1 < count) read(positions[i + 1], b);
+            else std::memset(static_cast<void*>(b), 0, row_ * sizeof(Bf16));
+            Bf16* to = values_.get() + i * padded_rank_;
+            for (int64_t c = 0; c < rank_; c += 32) {
+                const __m512i x = _mm512_loadu_si512(a + c), y = _mm512_loadu_si512(b + c);
+                _mm512_storeu_si512(to + 2 * c, _mm512_unpacklo_epi16(x, y));
+                _mm512_storeu_si512(to + 2 * c + 32, _mm512_unpackhi_epi16(x, y));
+            }
+        }
+        const int64_t written = count + count % 2;
+        if (written < BLOCK) {
+            std::memset(static_cast<void*>(block_.get() + written * row_), 0, (BLOCK - written) * row_ * sizeof(Bf16));
+            std::memset(static_cast<void*>(values_.get() + written * padded_rank_), 0,
+                        (BLOCK - written) * padded_rank_ * sizeof(Bf16));
+        }
+    }
+
+    LP_INLINE void fetch(int32_t position) const {
+        const uint8_t* bytes = rows_.row(position);
+        for (int64_t i = 0; i < rows_.row_bytes; i += 64) __builtin_prefetch(bytes + i, 0, 2);
+    }
+
+    LP_INLINE void read(int32_t position, Bf16* to) const {
+        if (rows_.format == RowFormat::bf16)
+            std::memcpy(static_cast<void*>(to), rows_.row(position), rows_.width * sizeof(Bf16));
+        else if (rows_.format == RowFormat::fp8_latent && rows_.rank % LATENT_TILE == 0)
+            read_tiles(rows_.row(position), to);
+        else
+            rows_.decode(position, to);
+    }
+
+    // Whole tiles through fp16: a code's bits with another exponent bias are the fp16 number 2^-8 as large.
+    LP_INLINE void read_tiles(const uint8_t* bytes, Bf16* to) const {
+        const uint8_t* scales = bytes + rows_.rank;
+        __mmask32 has_nan = 0;
+        for (int64_t c = 0; c < rows_.rank; c += 32) {
+            float scale;
+            std::memcpy(&scale, scales + c / LATENT_TILE * 4, 4);
+            const __m512 factor = _mm512_set1_ps(scale * 256.0f);
+            const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + c));
+            const __m512i words = _mm512_slli_epi16(_mm512_cvtepu8_epi16(codes), 8);
+            const __m512i halves = _mm512_and_si512(_mm512_srai_epi16(words, 1), _mm512_set1_epi16(-0x4001));
+            has_nan |= _mm256_cmpeq_epi8_mask(_mm256_or_si256(codes, _mm256_set1_epi8(-0x80)), _mm256_set1_epi8(-1));
+            const __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+            const __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+            _mm512_storeu_si512(to + c, to_bf16(_mm512_mul_ps(low, factor), _mm512_mul_ps(high, factor)));
+        }
+        if (__builtin_expect(has_nan != 0, false)) return decode_fp8_row(bytes, rows_.rank, rows_.width - rows_.rank, to);
+        std::memcpy(static_cast<void*>(to + rows_.rank), scales + rows_.rank / LATENT_TILE * 4,
+                    (rows_.width - rows_.rank) * sizeof(Bf16));
+    }
+
+    // Logits of 16 heads become weights, transposed to rows of heads.
+    void soften(int64_t h, int64_t count, float scale) {
+        const __m512 factor = _mm512_set1_ps(scale);
+        const float* logits = logits_.get() + h;
+        __m512 highest = _mm512_set1_ps(NONE), lowest = _mm512_set1_ps(-NONE);
+        for (int64_t i = 0; i < count; ++i) {
+            const __m512 x = _mm512_loadu_ps(logits + i * padded_heads_);
+            highest = _mm512_max_ps(x, highest), lowest = _mm512_min_ps(x, lowest);
+        }
+        highest = _mm512_mul_ps(scale < 0 ? lowest : highest, factor);
+        const __m512 before = _mm512_loadu_ps(max_.get() + h);
+        const __mmask16 moves = _mm512_cmp_ps_mask(highest, _mm512_add_ps(before, _mm512_set1_ps(MARGIN)), _CMP_GT_OQ);
+        __m512 base = before, total = _mm512_loadu_ps(sum_.get() + h);
+        if (moves) {
+            base = _mm512_mask_mov_ps(before, moves, highest);
+            const __m512 decay = _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), moves,
+                                                    power_of_two(_mm512_sub_ps(before, highest)));
+            total = _mm512_mul_ps(total, decay);
+            _mm512_storeu_ps(max_.get() + h, base);
+            if (has_output_) scale_output(h, moves, decay);
+        }
+        const __m512 shift = _mm512_sub_ps(_mm512_setzero_ps(), base);
+        for (int64_t block = 0; block < BLOCK; block += 32) {
+            __m512i pairs[16];
+            for (int pair = 0; pair < 16; ++pair) {
+                const int64_t i = block + 2 * pair;
+                const __m512 a = weight(logits, i, count, factor, shift), b = weight(logits, i + 1, count, factor, shift);
+                total = _mm512_add_ps(total, _mm512_add_ps(a, b));
+                pairs[pair] = to_bf16_pairs(a, b);
+            }
+            transpose_words(pairs);
+            for (int head = 0; head < 16; ++head)
+                _mm512_storeu_si512(weights_.get() + (h + head) * BLOCK + block, pairs[head]);
+        }
+        _mm512_storeu_ps(sum_.get() + h, total);
+    }
+
+    LP_INLINE __m512 weight(const float* logits, int64_t i, int64_t count, __m512 factor, __m512 shift) const {
+        if (i >= count) return _mm512_setzero_ps();
+        return power_of_two(_mm512_fmadd_ps(_mm512_loadu_ps(logits + i * padded_heads_), factor, shift));
+    }
+
+    void scale_output(int64_t h, __mmask16 moves, __m512 decay) {
+        float factors[16];
+        _mm512_storeu_ps(factors, decay);
+        for (int head = 0; head < 16; ++head) {
+            if (!(moves >> head & 1)) continue;
+            float* row = out_.get() + (h + head) * padded_rank_;
+            for (int64_t c = 0; c < padded_rank_; c += LANES) store(row + c, load(row + c) * splat(factors[head]));
+        }
+    }
+
+    const Rows& rows_;
+    int64_t heads_, rank_, padded_heads_, row_, padded_rank_;
+    bool has_output_ = false;
+    std::unique_ptr<Bf16[]> q_, q_rows_, block_, values_, weights_;
+    std::unique_ptr<float[]> logits_, out_, max_, sum_;
+    AmxProducts release_;
+};
+#endif
+
+// out[t] of queries [first, last).
+template <typename Attention, typename T>
+void attend(const at::Tensor& q, const Rows& rows, const at::Tensor& indices, double scale, at::Tensor& out,
+            int64_t first, int64_t last) {
+    const int64_t heads = q.size(1), width = q.size(2), rank = out.size(2), places = indices.size(1);
+    const T* q_data = q.const_data_ptr<T>();
+    const int32_t* chosen = indices.const_data_ptr<int32_t>();
+    T* out_data = out.mutable_data_ptr<T>();
+    Attention attention(rows, heads, rank);
+    std::vector<int32_t> positions(places);
+    for (int64_t t = first; t < last; ++t) {
+        int64_t count = 0;
+        for (int64_t i = 0; i < places; ++i) {
+            const int32_t position = chosen[t * places + i];
+            TORCH_CHECK_VALUE(position < rows.num_rows, "index ", position, " of ", rows.num_rows,
+                              " cached rows: select only cached positions");
+            positions[count] = position;
+            count += position >= 0;
+        }
+        if (count == 0) {
+            std::fill_n(out_data + t * heads * rank, heads * rank, T(0.0f));
+            continue;
+        }
+        attention.start(q_data + t * heads * width);
+        for (int64_t begin = 0; begin < count; begin += Attention::BLOCK)
+            attention.add(positions.data() + begin, std::min(Attention::BLOCK, count - begin), static_cast<float>(scale));
+        attention.finish(out_data + t * heads * rank);
+    }
+}
+
+// [T, H, R] in q's dtype. q [T, H, R + P] fp32 or bf16, indices int32 [T, S]; `format_rank` is the FP8 format's own.
+at::Tensor mla_sparse(const at::Tensor& q, const at::Tensor& pages, const at::Tensor& table, int64_t num_rows,
+                      int64_t format, int64_t format_rank, const at::Tensor& indices, double scale, int64_t rank) {
+    TORCH_CHECK_VALUE(q.is_contiguous() && indices.is_contiguous(), "q and indices must be contiguous");
+    const Rows rows(pages, table, num_rows, q.size(2), format_rank, format);
+    at::Tensor out = at::empty({q.size(0), q.size(1), rank}, q.options());
+    at::parallel_for(0, q.size(0), 1, [&](int64_t first, int64_t last) {
+#if defined(LONGPREFILL_AMX)
+        if (q.scalar_type() == at::kBFloat16 && has_amx_products())
+            return attend<AmxAttention, c10::BFloat16>(q, rows, indices, scale, out, first, last);
+#endif
+        for_float_type(q, "q", [&](auto* type) {
+            attend<Fp32Attention, std::remove_pointer_t<decltype(type)>>(q, rows, indices, scale, out, first, last);
+        });
+    });
+    return out;
+}
+
+LONGPREFILL_OPS(mla, m) {
+    m.def("mla_sparse(Tensor q, Tensor pages, Tensor table, int num_rows, int format, int format_rank, Tensor indices, "
+          "float scale, int rank) -> Tensor",
+          TORCH_FN(mla_sparse));
+}
+
+}  // namespace
+}  // namespace longprefill

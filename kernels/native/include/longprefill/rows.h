@@ -1,0 +1,122 @@
+// Cache rows in pages and their formats (kernels/quant/README.md): how the kernels read one row.
+#pragma once
+
+#include <cmath>
+
+#include "longprefill/torch.h"
+
+namespace longprefill {
+namespace {
+
+enum class RowFormat : int64_t { fp32 = 0, bf16 = 1, fp8_latent = 2, mxfp8 = 3 };  // kernels/quant/cpu.py: CODES
+
+constexpr int64_t MX_GROUP = 32, LATENT_TILE = 128;
+
+typedef uint8_t ByteVec __attribute__((vector_size(LANES)));
+typedef uint8_t UnalignedByteVec __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+LP_INLINE float float_of(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+LP_INLINE uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+
+// LANES E4M3 codes to numbers, all 256 exactly; 0x7f and 0xff are NaN.
+LP_INLINE Vec e4m3_numbers(UintVec codes) {
+    const UintVec magnitude = codes & 0x7fu;
+    const Vec normal = (Vec)((magnitude << 20) + (120u << 23));
+    const Vec subnormal = (Vec)((magnitude << 20) + (121u << 23)) - 0.015625f;  // m / 8 * 2^-6 as (1 + m / 8 - 1) 2^-6
+    const Vec finite = (IntVec)magnitude < 8 ? subnormal : normal;
+    const UintVec value = (IntVec)magnitude == 0x7f ? UintVec{} + 0x7fc00000u : (UintVec)finite;
+    return (Vec)(value | (codes & 0x80u) << 24);
+}
+LP_INLINE UintVec load_bytes(const uint8_t* p) {
+    return __builtin_convertvector(*reinterpret_cast<const UnalignedByteVec*>(p), UintVec);
+}
+LP_INLINE UintVec load_bytes(const uint8_t* p, int count) {
+    if (count == LANES) return load_bytes(p);
+    uint8_t some[LANES] = {};
+    std::memcpy(some, p, count);
+    return load_bytes(some);
+}
+
+// E8M0: 2^(byte - 127), NaN for 255.
+LP_INLINE float e8m0_number(uint8_t byte) {
+    return float_of(byte == 0 ? 0x00400000u : (byte == 255 ? 0x7fc00000u : uint32_t{byte} << 23));
+}
+
+// Numbers [0, width) of an MXFP8 row [codes | one scale a group].
+template <typename T>
+LP_INLINE void decode_mxfp8_row(const uint8_t* bytes, int64_t width, T* out) {
+    for (int64_t group = 0; group * MX_GROUP < width; ++group) {
+        const Vec scale = splat(e8m0_number(bytes[width + group]));
+        const int64_t begin = group * MX_GROUP, size = width - begin < MX_GROUP ? width - begin : MX_GROUP;
+        for_each_vector(size, [&](int64_t i, int count) {
+            store_some(out + begin + i, e4m3_numbers(load_bytes(bytes + begin + i, count)) * scale, count);
+        });
+    }
+}
+
+// Numbers of an FP8 latent row [rank codes | fp32 scale a tile | rope in bf16].
+template <typename T>
+LP_INLINE void decode_fp8_row(const uint8_t* bytes, int64_t rank, int64_t rope, T* out) {
+    const int64_t num_tiles = (rank + LATENT_TILE - 1) / LATENT_TILE;
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+        float number;
+        std::memcpy(&number, bytes + rank + 4 * tile, 4);
+        const Vec scale = splat(number);
+        const int64_t begin = tile * LATENT_TILE, size = rank - begin < LATENT_TILE ? rank - begin : LATENT_TILE;
+        for_each_vector(size, [&](int64_t i, int count) {
+            store_some(out + begin + i, e4m3_numbers(load_bytes(bytes + begin + i, count)) * scale, count);
+        });
+    }
+    const auto* tail = reinterpret_cast<const c10::BFloat16*>(bytes + rank + 4 * num_tiles);
+    for_each_vector(rope, [&](int64_t i, int count) { store_some(out + rank + i, load_some(tail + i, count), count); });
+}
+
+// Rows of one job in the pages of a pool: uint8 [pages, rows a page, row bytes] and the physical page of each logical one.
+struct Rows {
+    const uint8_t* data;
+    const int64_t* table;
+    int64_t page_stride, page_rows, row_bytes, num_rows, width, rank;
+    RowFormat format;
+
+    Rows(const at::Tensor& pages, const at::Tensor& table_, int64_t num_rows_, int64_t width_, int64_t rank_,
+         int64_t format_)
+        : data(pages.const_data_ptr<uint8_t>()), table(table_.const_data_ptr<int64_t>()),
+          page_stride(pages.stride(0)), page_rows(pages.size(1)), row_bytes(pages.size(2)), num_rows(num_rows_),
+          width(width_), rank(rank_), format(static_cast<RowFormat>(format_)) {
+        check_rows_contiguous(pages, "pages");
+        TORCH_CHECK_VALUE(num_rows <= table_.numel() * page_rows, num_rows, " rows on ", table_.numel(), " pages of ",
+                          page_rows);
+    }
+
+    LP_INLINE const uint8_t* row(int64_t position) const {
+        return data + table[position / page_rows] * page_stride + position % page_rows * row_bytes;
+    }
+
+    template <typename T>
+    LP_INLINE void decode(int64_t position, T* out) const {
+        const uint8_t* bytes = row(position);
+        switch (format) {
+            case RowFormat::fp32: return copy(reinterpret_cast<const float*>(bytes), out);
+            case RowFormat::bf16: return copy(reinterpret_cast<const c10::BFloat16*>(bytes), out);
+            case RowFormat::fp8_latent: return decode_fp8_row(bytes, rank, width - rank, out);
+            case RowFormat::mxfp8: return decode_mxfp8_row(bytes, width, out);
+        }
+    }
+
+private:
+    template <typename From, typename T>
+    LP_INLINE void copy(const From* from, T* out) const {
+        for_each_vector(width, [&](int64_t i, int count) { store_some(out + i, load_some(from + i, count), count); });
+    }
+};
+
+}  // namespace
+}  // namespace longprefill
