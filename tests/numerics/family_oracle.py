@@ -29,6 +29,7 @@ from longprefill.workers.model.config import MlaConfig, ModelConfig
 from longprefill.workers.model.families.registry import read_config
 from longprefill.workers.model.model import Model
 from longprefill.workers.model.parameters import parameter_shapes
+from longprefill.workers.model.sharding import MeshPlace, local_config, parameter_ranges
 from longprefill.workers.model.weights import check_weights, load_weights
 from longprefill.workers.prefill import PrefillRank, StepPlan
 from longprefill.workers.trace import Tracer
@@ -151,16 +152,18 @@ class TappedModel(Model):
 
     def forward(self, token_ids_S: torch.Tensor, ctx: Any) -> torch.Tensor:
         hidden_SD = super().forward(token_ids_S, ctx)
-        self.taps["logits"].kept.append((ctx.own_positions_S, self.logits(hidden_SD, ctx)))
+        logits_TV = self.logits(ctx.gather_rows(hidden_SD, op="test"), ctx)
+        if ctx.mesh.tp.rank == 0:
+            self.taps["logits"].kept.append((ctx.positions_T, logits_TV))
         return hidden_SD
 
 
 def run_ours(
-    directory: Path, oracle: Oracle, *, cp: int = 1, step_tokens: int = WHOLE, change: Change | None = None,
-    replay: bool = True,
+    directory: Path, oracle: Oracle, *, cp: int = 1, tp: int = 1, step_tokens: int = WHOLE,
+    change: Change | None = None, replay: bool = True,
 ) -> Run:  # fmt: skip
-    """Our engine over `cp` ranks in threads; fp32 caches start as NaN. `change` spoils config and weights; with
-    `replay` off our own choices stand."""
+    """Our engine over `cp` times `tp` ranks in threads; fp32 caches start as NaN. `change` spoils config and weights;
+    with `replay` off our own choices stand."""
     config = read_config(directory)
     weights = load_weights(directory, config, dtype=torch.float32)
     if change is not None:
@@ -171,9 +174,16 @@ def run_ours(
     kinds = cache_kinds(config, CacheFormats(latent="fp32", index_key="fp32"))
 
     def on_rank(group: Group) -> tuple[TappedModel, Replayer]:
-        model, choices = TappedModel(config, dict(weights)), Replayer(oracle.record)
+        place = MeshPlace.of(group.rank, num_cp=cp, num_tp=tp, expert_parallel=False)
+        own_weights = dict(weights)
+        if tp > 1:
+            ranges = parameter_ranges(config, place)
+            own_weights = load_weights(directory, config, dtype=torch.float32, ranges=ranges)
+        model, choices = TappedModel(local_config(config, place), own_weights), Replayer(oracle.record)
         pool = CachePool(torch.full((pool_bytes(kinds, num_pages),), 0xFF, dtype=torch.uint8), kinds, num_pages)
-        rank = PrefillRank(model, group, pool, resolve("cpu"), dtype=torch.float32, tracer=Tracer(False))
+        rank = PrefillRank(
+            model, group, pool, resolve("cpu"), dtype=torch.float32, tracer=Tracer(False), num_tp=tp, full_config=config
+        )
         rank.choices = choices if replay else None
         rank.open_job(0, tokens, (*table, num_pages - 1))
         for start, end in plan_steps(tokens.numel(), step_tokens):
@@ -182,7 +192,7 @@ def run_ours(
         return model, choices
 
     result = Run(outputs={})
-    ranks = run_ranks(cp, on_rank, timeout_s=60.0)
+    ranks = run_ranks(cp * tp, on_rank, timeout_s=60.0)
     for name, expected in oracle.outputs.items():
         kept = [entry for model, _ in ranks for entry in model.taps[name].kept]
         positions_T = torch.cat([positions for positions, _ in kept])

@@ -97,6 +97,12 @@ def test_our_own_choices_are_those_of_the_class(tiny: Case) -> None:
     assert_agrees(dataclasses.replace(run, rows=sum(len(rows) for rows in tiny.oracle.record.values())), tiny.oracle)
 
 
+@pytest.mark.parametrize(("cp", "tp"), [(1, 2), (2, 2)])
+def test_tensor_parallel_ranks_agree(tiny: Case, cp: int, tp: int) -> None:
+    run = run_ours(tiny.directory, tiny.oracle, cp=cp, tp=tp, step_tokens=192)
+    assert_agrees(run, tiny.oracle)
+
+
 @pytest.mark.parametrize("published", [True, False], ids=["an expert a tensor", "fused experts"])
 def test_both_spellings_load(tiny: Case, published: bool, tmp_path: Path) -> None:
     expected = load_weights(tiny.directory, read_config(tiny.directory), dtype=torch.float32)

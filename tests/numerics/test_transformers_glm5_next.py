@@ -47,6 +47,7 @@ ODD: dict[str, Any] = {
     "layer_types": ["linear_attention", "deepseek_sparse_attention", "deepseek_sparse_attention"],
     "mlp_layer_types": ["sparse", "dense", "sparse"], "hc_mult": 3, "hc_sinkhorn_iters": 3, "hc_eps": 1e-4,
     "rms_norm_eps": 1e-3, "swiglu_limit": 0.5, "n_group": 3, "topk_group": 2,
+    "linear_attn_config": {"num_heads": 3, "head_dim": 11, "short_conv_kernel_size": 4, "gate_lower_bound": -3.0},
 }  # fmt: skip
 SPARSE_LAYERS = ["linear_attention", *["indexed_attention"] * 4]
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -103,6 +104,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Case:
 @pytest.mark.parametrize(("cp", "step_tokens"), [(1, WHOLE), (1, 64), (3, WHOLE), (3, 192), (3, 64)])
 def test_every_layer_agrees(case: Case, cp: int, step_tokens: int) -> None:
     assert_agrees(run_ours(case.directory, case.oracle, cp=cp, step_tokens=step_tokens), case.oracle)
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(1, 3), (2, 3)])
+def test_tensor_parallel_ranks_agree(shared: Case, cp: int, tp: int) -> None:
+    run = run_ours(shared.directory, shared.oracle, cp=cp, tp=tp, step_tokens=192)
+    assert_agrees(run, shared.oracle)
 
 
 @pytest.mark.parametrize("published", [True, False], ids=["an expert a tensor", "fused experts"])

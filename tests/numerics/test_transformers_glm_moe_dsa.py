@@ -82,6 +82,12 @@ def test_schedules_share_what_the_class_shares(case: Case) -> None:
         assert (spec.mixer.indexer is None) == (spec.mixer.shared_selection is not None)
 
 
+@pytest.mark.parametrize(("cp", "tp"), [(1, 3), (2, 3)])
+def test_tensor_parallel_ranks_agree(turns: Case, cp: int, tp: int) -> None:
+    run = run_ours(turns.directory, turns.oracle, cp=cp, tp=tp, step_tokens=192)
+    assert_agrees(run, turns.oracle)
+
+
 @pytest.mark.parametrize("published", [True, False], ids=["an expert a tensor", "fused experts"])
 def test_both_spellings_load(turns: Case, published: bool, tmp_path: Path) -> None:
     expected = load_weights(turns.directory, read_config(turns.directory), dtype=torch.float32)
