@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -44,6 +45,7 @@ BASE_FLAGS = (
 """No -ffast-math: NaN, infinities and the order of sums are part of the contract."""
 
 LINK_FLAGS = ("-shared", "-fopenmp", "-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL")
+_INCLUDE_LINE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 OUTPUT_LINES = 20
 """How much of a failed compiler's output the error repeats."""
 
@@ -166,12 +168,11 @@ def _compile_and_link(library: Path, isa: str, torch: Torch, command: Sequence[s
     """Compiles what no earlier build left in the cache, links, and moves the library to its place in one step."""
     flags = _compile_flags(isa, torch)
     common = [compiler.encode(), *(part.encode() for part in (*command, *flags, torch.version))]
-    common += [path.read_bytes() for path in headers()]
     objects = library.parent / "objects"
     objects.mkdir(exist_ok=True)
 
     def compiled(source: Path) -> Path:
-        target = objects / f"{source.stem}-{isa}-{_digest([*common, source.read_bytes()])}.o"
+        target = objects / f"{source.stem}-{isa}-{_digest([*common, *_texts(source)])}.o"
         if not target.exists():
             with _replacing(target) as unfinished:
                 _run([*command, *flags, "-c", str(source), "-o", str(unfinished)], f"compiling {source.name} for {isa}")
@@ -185,6 +186,17 @@ def _compile_and_link(library: Path, isa: str, torch: Torch, command: Sequence[s
             [*command, *LINK_FLAGS, *(str(path) for path in compiled_objects), *libraries, "-o", str(unfinished)],
             f"linking the {isa} kernels",
         )
+
+
+def _texts(source: Path) -> list[bytes]:
+    """A translation unit and the headers of ours that it includes, in order of inclusion."""
+    seen: list[Path] = [source]
+    for path in seen:  # grows while it runs
+        for name in _INCLUDE_LINE.findall(path.read_text(encoding="utf-8")):
+            found = [folder / name for folder in (path.parent, INCLUDE) if (folder / name).exists()]
+            if found and found[0] not in seen:
+                seen.append(found[0])
+    return [path.read_bytes() for path in seen]
 
 
 def _run(command: Sequence[str], doing: str) -> str:

@@ -1,0 +1,136 @@
+"""KDA by the compiled kernels (cpu_src/kda.cpp): fp32 accuracy for every gate; fp64 inputs go to `plain`.
+
+Legend: T tokens, H q/k heads, G value heads (value head g uses q/k head g * H // G), K key dim, V value dim,
+N segments.
+
+`prepare` is lazy: the state-independent part of a tile is cheaper to make again (a sixth of the work) than to write to
+memory and read back, so `scan` and `summarize` each make it tile by tile and nothing grows with T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longprefill.kernels.contracts import KdaScan, Summary
+from longprefill.kernels.native.library import COMPILED_DTYPES, ops
+from longprefill.kernels.segments import segment_bounds
+
+from . import plain
+from .algebra import compute_dtype
+
+L2_EPS = 1e-6
+MAX_KEY_DIM = 256
+"""Wider keys go to `plain`: a tile's work memory would no longer fit the second-level cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedInputs:
+    """One call's inputs as the kernels read them: fp32, contiguous within a row."""
+
+    q_THK: torch.Tensor
+    k_THK: torch.Tensor
+    v_TGV: torch.Tensor
+    g_TGK: torch.Tensor
+    beta_TG: torch.Tensor
+    bounds: list[tuple[int, int]]
+    offsets: list[int]
+    scale: float
+    out_dtype: torch.dtype
+
+
+def gate(
+    x_TGK: torch.Tensor, a_log_G: torch.Tensor, dt_bias_GK: torch.Tensor, lower_bound: float | None
+) -> torch.Tensor:
+    """Log decay g <= 0 [T, G, K], fp32.
+
+    `lower_bound` None is Kimi-Linear's softplus gate, a number in [-5, 0) the bounded gate: two models, not two
+    approximations of one.
+    """
+    if x_TGK.dtype not in COMPILED_DTYPES:
+        return plain.gate(x_TGK, a_log_G, dt_bias_GK, lower_bound)
+    return ops().kda_gate(_rows(x_TGK), a_log_G.float().exp(), dt_bias_GK.float().contiguous(), lower_bound)
+
+
+def l2_normalize(x_THK: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(sum x^2 + 1e-6) over the last dim, fp32. A zero vector stays zero."""
+    if x_THK.dtype not in COMPILED_DTYPES or x_THK.dim() != 3:
+        return plain.l2_normalize(x_THK)
+    return ops().kda_l2_normalize(_rows(x_THK), L2_EPS)
+
+
+def prepare(
+    q_THK: torch.Tensor, k_THK: torch.Tensor, v_TGV: torch.Tensor, g_TGK: torch.Tensor, beta_TG: torch.Tensor,
+    *, offsets: Sequence[int], scale: float,
+) -> PreparedInputs | plain.PreparedTiles:  # fmt: skip
+    """Checks and casts; the tiles are made where they are used. Shapes as in `KdaKernels.prepare`.
+
+    Raises:
+        ValueError: `offsets` do not cover the T rows, or value heads are no multiple of q/k heads.
+    """
+    if compute_dtype(q_THK, k_THK, v_TGV, g_TGK, beta_TG) == torch.float64 or k_THK.shape[-1] > MAX_KEY_DIM:
+        return plain.prepare(q_THK, k_THK, v_TGV, g_TGK, beta_TG, offsets=offsets, scale=scale)
+    if v_TGV.shape[1] % k_THK.shape[1]:
+        raise ValueError(f"{v_TGV.shape[1]} value heads, {k_THK.shape[1]} q/k heads: value heads must be a multiple")
+    return PreparedInputs(
+        q_THK=_rows(q_THK.float()),
+        k_THK=_rows(k_THK.float()),
+        v_TGV=_rows(_compiled(v_TGV)),
+        g_TGK=_rows(g_TGK.float()),
+        beta_TG=_rows(beta_TG.float()),
+        bounds=segment_bounds(offsets, v_TGV.shape[0]),
+        offsets=list(offsets),
+        scale=scale,
+        out_dtype=v_TGV.dtype,
+    )
+
+
+def summarize(
+    prepared: PreparedInputs | plain.PreparedTiles, segment: int, *, initial_state_GKV: torch.Tensor | None = None
+) -> Summary:
+    """[E | M] of one segment in one pass over V + K columns; with an initial state, its true final state only."""
+    if isinstance(prepared, plain.PreparedTiles):
+        return plain.summarize(prepared, segment, initial_state_GKV=initial_state_GKV)
+    start, end = prepared.bounds[segment]
+    initial = None if initial_state_GKV is None else initial_state_GKV.float().contiguous()
+    state_GKV, transition_GKK, is_there_G = ops().kda_summarize(
+        prepared.k_THK, prepared.v_TGV, prepared.g_TGK, prepared.beta_TG, start, end, initial
+    )
+    return Summary(state_GKV, transition_GKK if bool(is_there_G.any()) else None)
+
+
+def scan(prepared: PreparedInputs | plain.PreparedTiles, initial_state_NGKV: torch.Tensor | None) -> KdaScan:
+    """Outputs in v's dtype and final states of all segments; threads take (segment, head) pairs."""
+    if isinstance(prepared, plain.PreparedTiles):
+        return plain.scan(prepared, initial_state_NGKV)
+    initial = None if initial_state_NGKV is None else initial_state_NGKV.float().contiguous()
+    out_TGV, state_NGKV = ops().kda_scan(
+        prepared.q_THK, prepared.k_THK, prepared.v_TGV, prepared.g_TGK, prepared.beta_TG,
+        prepared.offsets, prepared.scale, initial,
+    )  # fmt: skip
+    return KdaScan(out_TGV.to(prepared.out_dtype), state_NGKV)
+
+
+def step(
+    q_HK: torch.Tensor, k_HK: torch.Tensor, v_GV: torch.Tensor, g_GK: torch.Tensor, beta_G: torch.Tensor,
+    state_GKV: torch.Tensor, *, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """One token of decode: (out [G, V] in v's dtype, new state). Reads the old state once for both k and q."""
+    tensors = (q_HK, k_HK, v_GV, g_GK, beta_G, state_GKV)
+    if compute_dtype(*tensors) == torch.float64 or k_HK.shape[-1] > MAX_KEY_DIM:
+        return plain.step(*tensors, scale=scale)
+    q_1HK, k_1HK, g_1GK, beta_1G = (x.float().contiguous().unsqueeze(0) for x in (q_HK, k_HK, g_GK, beta_G))
+    v_1GV = _compiled(v_GV).contiguous().unsqueeze(0)
+    out_1GV, new_GKV = ops().kda_step(q_1HK, k_1HK, v_1GV, g_1GK, beta_1G, state_GKV.float().contiguous(), scale)
+    return out_1GV[0].to(v_GV.dtype), new_GKV
+
+
+def _compiled(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype in COMPILED_DTYPES else x.float()
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x itself if each row of dim 0 lies in one piece, wherever the rows are; else a copy."""
+    return x if x[:1].is_contiguous() else x.contiguous()
