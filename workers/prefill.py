@@ -221,16 +221,19 @@ class PrefillRank:
         return {job: logits_JV[n] for n, job in enumerate(jobs)}
 
     def _probe_logits(self, probe: ActivationProbe, hidden_SD: torch.Tensor, ctx: StepContext) -> None:
-        """Logits of the last rows of every job, from all tensor-parallel ranks together; one of them keeps them."""
+        """Logits of the last rows of every job, from all tensor-parallel ranks together; one of them keeps them. One
+        call on every rank, also without rows: collectives of a part of the mesh are collectives of all of it."""
         hidden_TD = ctx.gather_rows(hidden_SD, op="probe")
+        parts: list[tuple[int, int, torch.Tensor]] = []
         for n, fragment in enumerate(ctx.local):
             first = max(self.num_tokens(fragment.job) - probe.logit_rows, fragment.start)
-            if first >= fragment.end:
-                continue
-            rows = slice(ctx.offsets[n] + first - fragment.start, ctx.offsets[n + 1])
-            logits_NV = self.model.logits(hidden_TD[rows], ctx)
-            if self.mesh.tp.rank == 0:
-                probe.keep(len(self.model.layers), "logits", fragment.job, first, logits_NV)
+            if first < fragment.end:
+                rows_ND = hidden_TD[ctx.offsets[n] + first - fragment.start : ctx.offsets[n + 1]]
+                parts.append((fragment.job, first, rows_ND))
+        logits_NV = self.model.logits(torch.cat([hidden_TD[:0], *(rows_ND for *_, rows_ND in parts)]), ctx)
+        if self.mesh.tp.rank == 0:
+            for (job, first, _), rows_NV in zip(parts, logits_NV.split([len(r) for *_, r in parts]), strict=True):
+                probe.keep(len(self.model.layers), "logits", job, first, rows_NV)
 
     def _keep_unpooled_keys(self, ctx: StepContext) -> None:
         for layer, entries in (ctx.unpooled_keys or {}).items():
