@@ -5,7 +5,9 @@ from __future__ import annotations
 from longprefill.partition.errors import ModelError
 from longprefill.workers.model.families.fields import Fields
 
-IGNORED_FIELDS = ("activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers")
+IGNORED_FIELDS = (
+    "scale_fmt", "dequantize", "modules_to_convert", "modules_to_not_convert", "ignored_layers", "expert_dtype",
+)  # fmt: skip
 """How other engines quantize activations, and which tensors are not FP8: every tensor's own dtype says that."""
 
 
