@@ -29,7 +29,7 @@ from longprefill.workers.spec import DTYPES
 
 NUM_SLOTS = 8
 """Jobs that can be on their way to the decode worker at once."""
-STEP_BUDGET_BYTES = 512 << 20
+STEP_BUDGET_BYTES = 256 << 20
 """Working memory of a rank's step when nothing else limits it."""
 FORMATS = {"latent": ("fp32", "bf16", "fp8"), "index": ("fp32", "bf16", "mxfp8")}
 

@@ -111,7 +111,6 @@ class _Worker:
         self._dtype = TORCH_DTYPES[spec.dtype]
         self._config = read_config(spec.model_dir)
         self._kernels = resolve(spec.device, spec.backends)
-        devices.keep_freed_memory()
         ranges = None if spec.place.is_alone else parameter_ranges(self._config, spec.place)
         weights = load_weights(spec.model_dir, self._config, dtype=self._dtype, device=str(self._device), ranges=ranges)
         weights_bytes = sum(tensor.nbytes for tensor in weights.values())
