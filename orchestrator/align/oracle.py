@@ -21,7 +21,7 @@ import torch
 from longprefill.orchestrator.align.observation import LOGIT_ROWS, Observation
 from longprefill.partition.errors import ModelError, UserError
 from longprefill.workers.choices import Record
-from longprefill.workers.model.config import IndexerConfig, KdaConfig, MlaConfig, ModelConfig
+from longprefill.workers.model.config import IndexerConfig, KdaConfig, MlaConfig, ModelConfig, RopeConfig
 from longprefill.workers.model.families.registry import read_config, read_object
 from longprefill.workers.probe import Place
 
@@ -93,6 +93,7 @@ class Oracle:
             record=hooks.record,
         )
 
+    @torch.no_grad()
     def _leavings(self, cache: Any) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for layer, spec in enumerate(self.config.layers):
@@ -103,10 +104,7 @@ class Oracle:
                 columns_CW = kept.conv_states[0][0][:, -width:] if width else kept.conv_states[0][0][:, :0]
                 found[prefix + "conv"] = columns_CW.T.float()
                 continue
-            rotated_TP = kept.values[0, 0]
-            if spec.mixer.rope is not None and spec.mixer.rope.pairing == "interleaved":
-                # the class leaves the pairs' first numbers in the first half; pages keep the checkpoint's order
-                rotated_TP = rotated_TP.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
+            rotated_TP = _in_pair_order(kept.values[0, 0], spec.mixer.rope)
             found[prefix + "latent"] = torch.cat((kept.keys[0, 0], rotated_TP), dim=-1).float()
             if spec.mixer.indexer is not None:
                 body = _body(self.model)
@@ -122,11 +120,20 @@ class Oracle:
 def _index_rows(indexer: Any, config: IndexerConfig, cached_1TX: torch.Tensor) -> dict[str, torch.Tensor]:
     """Key rows as we cache them; with k-pool the class caches [key | gate | is valid] of every token."""
     if config.pool == 1:
-        return {"index_key": cached_1TX[0].float()}
+        first, rest = cached_1TX[0].float().tensor_split((config.rope_dim,), dim=1)
+        return {"index_key": torch.cat((_in_pair_order(first, config.rope), rest), dim=1)}
     pooled_1NX = indexer.get_pooled_states(packed_states=cached_1TX)[0]
     complete = cached_1TX.shape[1] // config.pool * config.pool
     key_nX, gate_nX = cached_1TX[0, complete:, : 2 * config.head_dim].float().chunk(2, dim=1)
     return {"index_key": pooled_1NX[0].float(), "pool_key": key_nX, "pool_gate": gate_nX}
+
+
+def _in_pair_order(rotated_TP: torch.Tensor, rope: RopeConfig | None) -> torch.Tensor:
+    """Interleaved pairs leave the class's rotation with their first numbers in the first half; pages keep the
+    checkpoint's order."""
+    if rope is None or rope.pairing != "interleaved":
+        return rotated_TP
+    return rotated_TP.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
 
 
 class _Hooks:
