@@ -160,10 +160,10 @@ class TappedModel(Model):
 
 def run_ours(
     directory: Path, oracle: Oracle, *, cp: int = 1, tp: int = 1, step_tokens: int = WHOLE,
-    change: Change | None = None, replay: bool = True,
+    single_tokens: int = 0, change: Change | None = None, replay: bool = True,
 ) -> Run:  # fmt: skip
-    """Our engine over `cp` times `tp` ranks in threads; fp32 caches start as NaN. `change` spoils config and weights;
-    with `replay` off our own choices stand."""
+    """Our engine over `cp` times `tp` ranks in threads; fp32 caches start as NaN. The last `single_tokens` go one by
+    one, as in decode. `change` spoils config and weights; with `replay` off our own choices stand."""
     config = read_config(directory)
     weights = load_weights(directory, config, dtype=torch.float32)
     if change is not None:
@@ -186,7 +186,9 @@ def run_ours(
         )
         rank.choices = choices if replay else None
         rank.open_job(0, tokens, (*table, num_pages - 1))
-        for start, end in plan_steps(tokens.numel(), step_tokens):
+        prefilled = tokens.numel() - single_tokens
+        singles = [(position, position + 1) for position in range(prefilled, tokens.numel())]
+        for start, end in [*plan_steps(prefilled, step_tokens), *singles]:
             slices = (Slice(job=0, start=start, end=end),)
             rank.run_step(StepPlan(slices=slices, layout="zigzag", exchange="all_gather", logits_of=()))
         return model, choices

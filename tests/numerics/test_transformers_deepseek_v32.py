@@ -75,7 +75,7 @@ class Case:
         self.oracle: Oracle = run_class(self.model, prompt(num_tokens, config.vocab_size), config)
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+@pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     num_tokens, fields = request.param
     return Case(tmp_path_factory.mktemp("deepseek") / "model", num_tokens, fields)
@@ -100,6 +100,12 @@ def test_our_own_choices_are_those_of_the_class(tiny: Case) -> None:
 @pytest.mark.parametrize(("cp", "tp"), [(1, 2), (2, 2)])
 def test_tensor_parallel_ranks_agree(tiny: Case, cp: int, tp: int) -> None:
     run = run_ours(tiny.directory, tiny.oracle, cp=cp, tp=tp, step_tokens=192)
+    assert_agrees(run, tiny.oracle)
+
+
+def test_tokens_one_by_one_agree(tiny: Case) -> None:
+    """As decode runs them, over more than a pool's and a page's border."""
+    run = run_ours(tiny.directory, tiny.oracle, step_tokens=128, single_tokens=70)
     assert_agrees(run, tiny.oracle)
 
 

@@ -57,7 +57,7 @@ class Case:
         self.oracle: Oracle = run_class(self.model, prompt(num_tokens, self.config.vocab_size), self.config)
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+@pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     num_tokens, fields = request.param
     return Case(tmp_path_factory.mktemp("glm") / "model", num_tokens, fields)
@@ -85,6 +85,12 @@ def test_schedules_share_what_the_class_shares(case: Case) -> None:
 @pytest.mark.parametrize(("cp", "tp"), [(1, 3), (2, 3)])
 def test_tensor_parallel_ranks_agree(turns: Case, cp: int, tp: int) -> None:
     run = run_ours(turns.directory, turns.oracle, cp=cp, tp=tp, step_tokens=192)
+    assert_agrees(run, turns.oracle)
+
+
+def test_tokens_one_by_one_agree(turns: Case) -> None:
+    """As decode runs them, over more than a pool's and a page's border."""
+    run = run_ours(turns.directory, turns.oracle, step_tokens=128, single_tokens=70)
     assert_agrees(run, turns.oracle)
 
 
