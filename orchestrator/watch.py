@@ -103,10 +103,10 @@ class Watch:
                 except RayError as other:
                     failures[name] = other
                     if isinstance(other, RayActorError):
-                        return RunFailed(f"{name} died: {_first_line(other)}")
+                        return self._death(name, other)
             self._check_pings()
         if isinstance(error, RayActorError):
-            return RunFailed(f"{label} died: {_first_line(error)}")
+            return self._death(label, error)
         for name, failure in failures.items():
             cause = failure.cause if isinstance(failure, RayTaskError) else failure
             if isinstance(cause, UserError):
@@ -115,6 +115,10 @@ class Watch:
                 return RunFailed(f"{name} failed: {type(cause).__name__}: {_first_line(cause)}")
         cause = error.cause if isinstance(error, RayTaskError) else error
         return RunFailed(f"{label} failed: {_first_line(cause)}")
+
+    def _death(self, label: str, error: RayError) -> RunFailed:
+        pid = next((f" (pid {worker.pid})" for worker in self._workers if worker.label == label), "")
+        return RunFailed(f"{label}{pid} died: {_cause_of_death(error)}")
 
     def _restart_pings(self) -> None:
         now = time.monotonic()
@@ -130,7 +134,7 @@ class Watch:
                     try:
                         ray.get(worker._ping)
                     except RayError as error:  # dead without a call of its own that could say so
-                        raise RunFailed(f"{worker.label} (pid {worker.pid}) died: {_first_line(error)}") from error
+                        raise self._death(worker.label, error) from error
                     worker._ping, worker._heard_at = None, now
                 elif now - worker._heard_at > self._timeout_s:
                     end_process(worker.pid)
@@ -147,12 +151,13 @@ def end_process(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def _cause_of_death(error: RayError) -> str:
+    text = str(error)
+    if "SYSTEM_ERROR" in text or "connection error" in text:  # Ray's paragraph about a process that just vanished
+        return "its process was killed (by a signal, or by the kernel for want of memory) or crashed in native code"
+    return _first_line(error)
+
+
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, RayActorError):
-        # Ray's text ends in what the operating system reported; the first line alone says only "died unexpectedly"
-        details = [
-            line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "signal" in line.lower()
-        ]
-        return (details or lines or [type(error).__name__])[0]
     return lines[0] if lines else type(error).__name__
