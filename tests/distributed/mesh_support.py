@@ -22,13 +22,13 @@ from longprefill.orchestrator.align.observation import LOGIT_ROWS, Observation, 
 from longprefill.workers.cache.pages import CacheFormats, CachePool, cache_kinds, pool_bytes
 from longprefill.workers.choices import Record, Recorder, Replayer
 from longprefill.workers.model.config import ModelConfig
-from longprefill.workers.model.families.registry import config_from
+from longprefill.workers.model.families.registry import config_from, read_config
 from longprefill.workers.model.initial import initial_parameter
 from longprefill.workers.model.model import Model
 from longprefill.workers.model.parameters import parameter_shapes
 from longprefill.workers.model.sharding import MeshPlace, Ranges, local_config, parameter_ranges
 from longprefill.workers.model.sizes import RAW_CONFIGS
-from longprefill.workers.model.weights import parameter_dtype
+from longprefill.workers.model.weights import load_weights, parameter_dtype
 from longprefill.workers.prefill import PrefillRank
 from longprefill.workers.probe import ActivationProbe, RankObservation, observe
 from longprefill.workers.snapshot import SnapshotIdentity, restore, write_snapshot
@@ -75,9 +75,7 @@ def whole_model(
         name: initial_parameter(name, shape, config, seed).to(parameter_dtype(name, dtype))
         for name, shape in parameter_shapes(config).items()
     }
-    return Whole(
-        config=config, weights=weights, dtype=dtype, formats=CacheFormats(latent=latent, index_key=index_key)
-    )
+    return Whole(config=config, weights=weights, dtype=dtype, formats=CacheFormats(latent=latent, index_key=index_key))
 
 
 def mesh_config(**fields: Any) -> dict[str, Any]:
@@ -202,3 +200,20 @@ def assert_agrees(rows: Sequence[Row]) -> None:
     """Every comparison within its bound."""
     deviation = first_deviation(list(rows))
     assert deviation is None, f"first deviation: {deviation}"
+
+
+def whole_from(directory: Path) -> Whole:
+    """The model of a directory in fp32."""
+    config = read_config(directory)
+    weights = load_weights(directory, config, dtype=torch.float32)
+    formats = CacheFormats(latent="fp32", index_key="fp32")
+    return Whole(config=config, weights=weights, dtype=torch.float32, formats=formats)
+
+
+def rows_against(
+    whole: Whole, tokens: torch.Tensor, expected: Observation, step_tokens: int, mesh: Mesh, *, replay: bool = False
+) -> list[Row]:
+    """A prompt over the mesh, compared with what someone else saw of it."""
+    job = Job(number=0, tokens=tokens)
+    found = run_mesh(whole, [job], steps_of([job], step_tokens), mesh, record=expected.record, replay=replay)
+    return compare(whole.config, expected, found[0])
