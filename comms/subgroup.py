@@ -72,7 +72,7 @@ class SubGroup(Group):
         check_root(root, size=self.size, op=op)
         others = [peer for peer in range(self.size) if peer != root]
         if self.rank == root:
-            self.exchange({peer: tensor for peer in others}, {}, dtype=tensor.dtype, op=op)
+            self.exchange(dict.fromkeys(others, tensor), {}, dtype=tensor.dtype, op=op)
         else:
             tensor.copy_(self.exchange({}, {root: tuple(tensor.shape)}, dtype=tensor.dtype, op=op)[root])
         return tensor
