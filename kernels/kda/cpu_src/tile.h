@@ -11,7 +11,7 @@
 namespace longprefill {
 namespace {
 
-constexpr int64_t C = 64;
+constexpr int64_t C = 32;  // measured: 10 % faster than 64 on AVX-512, whose larger triangles and rows spill from L1
 constexpr int64_t BLOCK = 16;
 
 // One head's inputs from the first row of a segment on; rows are *_row apart.
