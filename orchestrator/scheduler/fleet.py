@@ -42,6 +42,8 @@ class Fleet:
 
     def is_usable(self, block: Block, job: int, need_bytes: float) -> bool:
         """Whether the job can run on the block now: idle, alive, and with memory (what the job holds there counts)."""
+        if block.start + block.size > len(self.is_free):
+            return False  # the last units of a fleet that is no power of two have no whole buddy
         if block.size == 1 and not self._is_limited:
             return bool(self.is_free[block.start] and self.is_alive[block.start])
         units = slice(block.start, block.start + block.size)

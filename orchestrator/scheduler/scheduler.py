@@ -272,7 +272,7 @@ class Scheduler:
             return _Place(away, progress.position, self._move_s(progress.position), "away from its busy home")
         if held is not None and progress.position == 0:
             near = Block(held.unit // degree * degree, degree)
-            if near.start + degree <= len(fleet.is_free) and fleet.is_usable(near, job.id, need):
+            if fleet.is_usable(near, job.id, need):
                 moved = held.num_tokens if degree > 1 else 0
                 return _Place(near, held.num_tokens, self._move_s(moved), f"prefix of {held.num_tokens} tokens is here")
         block = fleet.find(degree, need)

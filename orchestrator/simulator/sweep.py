@@ -78,7 +78,7 @@ def strong_scaling(
 def weak_scaling(
     model: ModelShape, device: DeviceProfile, tokens_per_device: int, devices: Sequence[int] = DEVICES
 ) -> list[ScalingRow]:
-    """A prompt that grows with the devices; its work grows faster, so efficiency compares with the same prompt alone."""
+    """A prompt that grows with the devices; work grows faster, so efficiency compares with the same prompt alone."""
     return [
         _row("weak", model, device, "head_transposed", tokens_per_device * num_devices, num_devices)
         for num_devices in devices
