@@ -79,8 +79,8 @@ def test_a_directory_that_holds_something_is_left_alone(tmp_path: Path) -> None:
 def test_unknown_names(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"there is no model kimi_linear huge: known are .*kimi_linear tiny"):
         make_checkpoint("kimi_linear", "huge", tmp_path / "m")
-    with pytest.raises(ModelError, match=r"dtype='fp8' is not supported: use one of bf16, fp32"):
-        make_checkpoint("kimi_linear", "tiny", tmp_path / "m", dtype="fp8")
+    with pytest.raises(ModelError, match=r"dtype='fp4' is not supported: use one of bf16, fp32, fp8"):
+        make_checkpoint("kimi_linear", "tiny", tmp_path / "m", dtype="fp4")
     assert not (tmp_path / "m").exists()
 
 
