@@ -131,7 +131,7 @@ def _torch_backends(folder: str) -> tuple[Backend, ...]:
 
 
 _BACKENDS: dict[str, tuple[Backend, ...]] = {
-    "kda": _torch_backends("kda"),
+    "kda": (_compiled_backend("kda"), *_torch_backends("kda")),
     "conv": (_compiled_backend("conv"), *_torch_backends("conv")),
     "indexer": _torch_backends("dsa"),
     "mla": _torch_backends("mla"),

@@ -20,10 +20,15 @@ from longprefill.kernels.contracts import Summary
 from longprefill.kernels.kda import plain, reference
 from longprefill.kernels.kda.algebra import compose, fold
 
+from .compiled import compiled_backends
 from .kda_cases import REGIMES, Case, make_case
 from .tolerances import assert_close
 
-BACKENDS = [pytest.param(reference, id="reference"), pytest.param(plain, id="plain")]
+BACKENDS = [
+    pytest.param(reference, id="reference"),
+    pytest.param(plain, id="plain"),
+    *compiled_backends("kda"),
+]
 LENGTHS = (0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 129)
 SEGMENTS = (0, 129, 129, 130, 195, 257)
 
