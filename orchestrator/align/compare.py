@@ -69,8 +69,13 @@ def compare(
     """All rows in the order of computation. With `base`, one rank's run in the same numbers, the growth rule holds and
     choices are not judged."""
     comparison = _Comparison(config, expected, actual, tolerance, base)
-    rows = [Row(layer=None, kind="", what=problem, rms=math.inf, worst=math.inf, allowed=tolerance, compared=0,
-                problem=problem) for problem in actual.problems]  # fmt: skip
+    rows = [
+        Row(
+            layer=None, kind="", what="the run", rms=math.inf, worst=math.inf, allowed=tolerance, compared=0,
+            problem=problem,
+        )
+        for problem in (*actual.problems, *_uncompared(expected, actual))
+    ]  # fmt: skip
     return rows + list(comparison.rows())
 
 
@@ -98,6 +103,16 @@ def pooled(runs: list[list[Row]]) -> list[Row]:
                 problem=before.problem or row.problem, sums=sums,
             )  # fmt: skip
     return list(by_place.values())
+
+
+def _uncompared(expected: Observation, actual: Observation) -> list[str]:
+    """Choices that nobody looked at. A run that resumed makes those of its own rows only."""
+    final = actual.activations.get((max((layer for layer, _ in expected.activations), default=0), "final hidden"))
+    first = expected.num_tokens - (0 if final is None else final.shape[0])
+    num_made = sum(max(0, rows.shape[0] - max(0, first - start)) for (_, _, _, start), rows in expected.record.items())
+    if actual.num_choices < num_made:
+        return [f"{actual.num_choices} of {num_made} rows of choices were compared"]
+    return []
 
 
 class _Comparison:
