@@ -53,7 +53,8 @@ class Policy(ABC):
         best = (keys == keys.min()).nonzero()[0]
         if len(best) == 1:
             return int(slots[best[0]])
-        return min(slots[best].tolist(), key=lambda slot: (table.arrival_s[slot], table.job_at(slot).id))
+        tied = slots[best]
+        return int(tied[np.lexsort((table.numbers[tied], table.arrival_s[tied]))[0]])
 
 
 def make_policy(name: str) -> Policy:

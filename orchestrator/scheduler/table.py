@@ -19,8 +19,8 @@ class JobTable:
 
     Columns (float64 [J] unless said): remaining_s and isolated_s on one unit; step_s of the next step; arrival_s;
     deadline_s as asked; latest_s by the policy; weight (priority times the tenant's claim); need_bytes: cache memory
-    still to reserve, 0 once started; tokens [J] int64; is_ready [J] bool: queued, not in a step. Free slots are not
-    ready and have nothing left.
+    still to reserve, 0 once started; tokens and numbers (of the jobs) [J] int64; is_ready [J] bool: queued, not in a
+    step. Free slots are not ready and have nothing left.
     """
 
     COLUMNS = (
@@ -38,6 +38,7 @@ class JobTable:
         for name in self.COLUMNS:
             setattr(self, name, np.zeros(FIRST_SLOTS))
         self.tokens = np.zeros(FIRST_SLOTS, dtype=np.int64)
+        self.numbers = np.zeros(FIRST_SLOTS, dtype=np.int64)
         self.is_ready = np.zeros(FIRST_SLOTS, dtype=bool)
         self.jobs: list[Job | None] = [None] * FIRST_SLOTS
         self._slot: dict[int, int] = {}
@@ -95,6 +96,7 @@ class JobTable:
         self.weight[slot] = weight
         self.need_bytes[slot] = need_bytes
         self.tokens[slot] = job.num_tokens
+        self.numbers[slot] = job.id
         self.is_ready[slot] = True
         return slot
 
@@ -108,7 +110,7 @@ class JobTable:
 
     def _grow(self) -> None:
         old = len(self.jobs)
-        for name in (*self.COLUMNS, "tokens", "is_ready"):
+        for name in (*self.COLUMNS, "tokens", "numbers", "is_ready"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
         self.jobs += [None] * old
