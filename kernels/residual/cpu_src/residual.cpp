@@ -31,17 +31,20 @@ LP_INLINE void products(const T* value, const float* query, int64_t size, float&
     with_itself = sum(squares[0] + squares[1]);
 }
 
+constexpr int GROUP = 4;  // queries that share one read of a row
+
+// out[i] = queries[i] . v for `count` <= GROUP queries, `size` apart.
 template <typename T>
-LP_INLINE float dot(const T* value, const float* query, int64_t size) {
-    Vec dots[2] = {};
-    int64_t i = 0;
-    for (; i + 2 * LANES <= size; i += 2 * LANES)
-        for (int part = 0; part < 2; ++part)
-            dots[part] += load(value + i + part * LANES) * load(query + i + part * LANES);
-    for_each_vector(size - i, [&](int64_t j, int count) {
-        dots[0] += load_some(value + i + j, count) * load_some(query + i + j, count);
+LP_INLINE void products_of_group(const T* value, const float* queries, int count, int64_t size, float* out) {
+    const float* rows[GROUP];
+    for (int i = 0; i < GROUP; ++i) rows[i] = queries + std::min(i, count - 1) * size;
+    Vec dots[GROUP] = {};
+    for_each_vector(size, [&](int64_t j, int some) {
+        const Vec v = load_some(value + j, some);
+#pragma GCC unroll 4
+        for (int i = 0; i < GROUP; ++i) dots[i] += v * load_some(rows[i] + j, some);
     });
-    return sum(dots[0] + dots[1]);
+    for (int i = 0; i < count; ++i) out[i] = sum(dots[i]);
 }
 
 LP_INLINE float inverse_rms(float sum_of_squares, int64_t size, double eps) {
@@ -75,7 +78,23 @@ void weighted_sum(const std::vector<const T*>& rows, const float* weights, float
     });
 }
 
-// Calls body(pointer type) for the common dtype of the sources; all are [T, D] with contiguous rows.
+// out[i] = sum over sources of weights[i][b] * rows[b] for a group of queries, each source read once.
+template <typename T>
+void weighted_sums_of_group(const std::vector<const T*>& rows, const float* weights, int count, int64_t size,
+                            float* out, int64_t out_row) {
+    const size_t num_sources = rows.size();
+    for_each_vector(size, [&](int64_t j, int some) {
+        Vec totals[GROUP] = {};
+        for (size_t b = 0; b < num_sources; ++b) {
+            const Vec v = load_some(rows[b] + j, some);
+#pragma GCC unroll 4
+            for (int i = 0; i < GROUP; ++i) totals[i] += v * weights[std::min(i, count - 1) * num_sources + b];
+        }
+        for (int i = 0; i < count; ++i) store_some(out + i * out_row + j, totals[i], some);
+    });
+}
+
+// All sources are [T, D] of one dtype with contiguous rows.
 void check_sources(const std::vector<at::Tensor>& sources) {
     for (const at::Tensor& source : sources) {
         TORCH_CHECK_VALUE(source.scalar_type() == sources[0].scalar_type(), "sources of several dtypes");
@@ -126,7 +145,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> prepare(const std::vector<at::Ten
         using T = std::remove_pointer_t<decltype(type)>;
         at::parallel_for(0, num_rows, GRAIN_ROWS, [&](int64_t first, int64_t end) {
             std::vector<const T*> rows(blocks.size());
-            std::vector<float> weights(blocks.size()), inverse(blocks.size());
+            std::vector<float> weights(GROUP * blocks.size()), inverse(blocks.size());
             for (int64_t t = first; t < end; ++t) {
                 for (size_t b = 0; b < blocks.size(); ++b) {
                     rows[b] = blocks[b].const_data_ptr<T>() + t * blocks[b].stride(0);
@@ -134,12 +153,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> prepare(const std::vector<at::Ten
                     products(rows[b], query_data, size, unused, with_itself);
                     inverse[b] = inverse_rms(with_itself, size, eps);
                 }
-                for (int64_t q = 0; q < num_queries; ++q) {
-                    for (size_t b = 0; b < blocks.size(); ++b)
-                        weights[b] = dot(rows[b], query_data + q * size, size) * inverse[b];
-                    const int64_t place = q * num_rows + t;
-                    total_data[place] = softmax_terms(weights.data(), weights.size(), top_data[place]);
-                    weighted_sum(rows, weights.data(), 1.0f, size, weighted_data + place * size);
+                for (int64_t q = 0; q < num_queries; q += GROUP) {
+                    const int count = static_cast<int>(std::min<int64_t>(GROUP, num_queries - q));
+                    for (size_t b = 0; b < blocks.size(); ++b) {
+                        float dots[GROUP];
+                        products_of_group(rows[b], query_data + q * size, count, size, dots);
+                        for (int i = 0; i < count; ++i) weights[i * blocks.size() + b] = dots[i] * inverse[b];
+                    }
+                    for (int i = 0; i < count; ++i) {
+                        const int64_t place = (q + i) * num_rows + t;
+                        total_data[place] =
+                            softmax_terms(weights.data() + i * blocks.size(), blocks.size(), top_data[place]);
+                    }
+                    weighted_sums_of_group(rows, weights.data(), count, size,
+                                           weighted_data + (q * num_rows + t) * size, num_rows * size);
                 }
             }
         });
