@@ -2,11 +2,11 @@
 //
 // T queries, I heads, X width (padded), K keys of a block. A task is a block of queries: it packs every block of keys
 // once, in the layout of its products, and no score outlives its block.
-#include <memory>
 #include <vector>
 
 #include "best.h"
 #include "longprefill/amx.h"
+#include "longprefill/buffer.h"
 #include "longprefill/gemm.h"
 #include "longprefill/rows.h"
 
@@ -26,9 +26,6 @@ struct Problem {
     int64_t visible(int64_t t) const { return (start + t + 1) / pool; }
 };
 
-template <typename T>
-std::unique_ptr<T[]> uninitialized(int64_t size) { return std::unique_ptr<T[]>(new T[static_cast<size_t>(size)]); }
-
 // fp32 products in registers: eight heads by PANEL keys, summed over the heads without ever being stored.
 class Fp32Scorer {
 public:
@@ -36,7 +33,7 @@ public:
 
     Fp32Scorer(const Problem& p, int64_t first, int64_t last)
         : heads_(p.num_heads()), padded_heads_((heads_ + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS), width_(p.q.size(2)),
-          q_((last - first) * padded_heads_ * width_), k_(width_ * BLOCK), row_(width_ + LANES),
+          q_(Buffer<float>::zeros((last - first) * padded_heads_ * width_)), k_(width_ * BLOCK), row_(width_ + LANES),
           w_(p.w.const_data_ptr<float>() + first * heads_) {
         for_float_type(p.q, "q", [&](auto* type) {
             const auto* from = p.q.const_data_ptr<std::remove_pointer_t<decltype(type)>>() + first * heads_ * width_;
@@ -47,23 +44,23 @@ public:
     }
 
     void pack(const Rows& keys, int64_t begin, int64_t count) {
-        if (count < BLOCK) std::fill(k_.begin(), k_.end(), 0.0f);
+        if (count < BLOCK) std::fill_n(k_.get(), width_ * BLOCK, 0.0f);
         for (int64_t n = 0; n < count; ++n) {
-            keys.decode(begin + n, row_.data());
-            float* to = k_.data() + n / PANEL * PANEL * width_ + n % PANEL;
+            keys.decode(begin + n, row_.get());
+            float* to = k_.get() + n / PANEL * PANEL * width_ + n % PANEL;
             for (int64_t c = 0; c < width_; ++c) to[c * PANEL] = row_[c];
         }
     }
 
     // Scores of `count` keys of the block for query t of the task.
     void score(int64_t t, int64_t, int64_t count, float* scores) const {
-        const float *q = q_.data() + t * padded_heads_ * width_, *w = w_ + t * heads_;
+        const float *q = q_.get() + t * padded_heads_ * width_, *w = w_ + t * heads_;
         for (int64_t n = 0; n < count; n += PANEL) {
             Vec totals[PANEL_VECS] = {};
             for (int64_t head = 0; head < heads_; head += TILE_ROWS) {
                 Accumulators products;
                 zero(products);
-                multiply_add(products, q + head * width_, width_, k_.data() + n * width_, PANEL, width_);
+                multiply_add(products, q + head * width_, width_, k_.get() + n * width_, PANEL, width_);
                 const int64_t rows = std::min<int64_t>(TILE_ROWS, heads_ - head);
 #pragma GCC unroll 8
                 for (int i = 0; i < TILE_ROWS; ++i)
@@ -77,7 +74,7 @@ public:
 
 private:
     int64_t heads_, padded_heads_, width_;
-    std::vector<float> q_, k_, row_;
+    Buffer<float> q_, k_, row_;
     const float* w_;
 };
 
@@ -91,11 +88,8 @@ public:
     AmxScorer(const Problem& p, int64_t first, int64_t last)
         : heads_(p.num_heads()), width_(padded(p.q.size(2), AMX_DEPTH)), group_(std::min(GROUP, last - first)),
           parts_(p.q.scalar_type() == at::kFloat ? 3 : 1), part_size_(padded(last - first, group_) * heads_ * width_),
-          q_(uninitialized<Bf16>(parts_ * part_size_)), rows_(uninitialized<Bf16>(16 * width_)),
-          k_(uninitialized<Bf16>(width_ * BLOCK)), products_(uninitialized<float>(group_ * heads_ * BLOCK)),
-          w_(p.w.const_data_ptr<float>() + first * heads_) {
-        std::memset(static_cast<void*>(q_.get()), 0, parts_ * part_size_ * sizeof(Bf16));
-        std::memset(static_cast<void*>(rows_.get()), 0, 16 * width_ * sizeof(Bf16));
+          q_(Buffer<Bf16>::zeros(parts_ * part_size_)), rows_(Buffer<Bf16>::zeros(16 * width_)), k_(width_ * BLOCK),
+          products_(group_ * heads_ * BLOCK), w_(p.w.const_data_ptr<float>() + first * heads_) {
         const int64_t size = p.q.size(2), begin = first * heads_, num_rows = (last - first) * heads_;
         for (int64_t row = 0; row < num_rows; ++row) {
             Bf16* to = q_.get() + row * width_;
@@ -186,15 +180,15 @@ private:
         const uint16_t* bits = reinterpret_cast<const uint16_t*>(k_.get());
         for (int64_t i = 0; i < size && !has_infinite_; ++i) has_infinite_ = (bits[i] & 0x7f80) == 0x7f80;
         if (!has_infinite_) return;
-        if (!finite_k_) finite_k_ = uninitialized<Bf16>(size);
+        if (!finite_k_) finite_k_ = Buffer<Bf16>(size);
         uint16_t* to = reinterpret_cast<uint16_t*>(finite_k_.get());
         for (int64_t i = 0; i < size; ++i) to[i] = (bits[i] & 0x7f80) == 0x7f80 ? 0 : bits[i];
     }
 
     int64_t heads_, width_, group_, parts_, part_size_;
     bool has_infinite_ = false;
-    std::unique_ptr<Bf16[]> q_, rows_, k_, finite_k_;
-    std::unique_ptr<float[]> products_;
+    Buffer<Bf16> q_, rows_, k_, finite_k_;
+    Buffer<float> products_;
     const float* w_;
     AmxProducts release_;
 };
@@ -204,14 +198,14 @@ private:
 template <typename Scorer>
 void select_block(const Problem& p, int64_t first, int64_t last, int32_t* chosen) {
     const int64_t capacity = Best::capacity(p.places, Scorer::BLOCK), row = capacity + LANES;
-    auto scores = uninitialized<float>((last - first) * row);
-    auto positions = uninitialized<int32_t>((last - first) * row);
+    const Buffer<float> scores((last - first) * row);
+    const Buffer<int32_t> positions((last - first) * row);
     std::vector<Best> best;
     for (int64_t t = 0; t < last - first; ++t) best.push_back({scores.get() + t * row, positions.get() + t * row});
     Scorer scorer(p, first, last);
     int64_t group = Scorer::GROUP;
     if constexpr (Scorer::GROUP > 1) group = scorer.group();
-    auto block_scores = uninitialized<float>(group * Scorer::BLOCK);
+    const Buffer<float> block_scores(group * Scorer::BLOCK);
     const int64_t seen_by_all = p.visible(last - 1);
     for (int64_t begin = 0; begin < seen_by_all; begin += Scorer::BLOCK) {
         const int64_t keys = std::min<int64_t>(Scorer::BLOCK, seen_by_all - begin);

@@ -3,10 +3,10 @@
 // H heads, L = R + P row width, R latent rank, K rows of a block. Logits are made as [K, H], heads side by side: maxima
 // and sums over the rows are then vertical, and gathered rows are the left operand just as they lie.
 #include <algorithm>
-#include <memory>
 #include <vector>
 
 #include "longprefill/amx.h"
+#include "longprefill/buffer.h"
 #include "longprefill/gemm.h"
 #include "longprefill/rows.h"
 
@@ -15,9 +15,6 @@ namespace {
 
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 constexpr float LOG2_E = 1.44269504f;
-
-template <typename T>
-std::unique_ptr<T[]> zeros(int64_t size) { return std::unique_ptr<T[]>(new T[static_cast<size_t>(size)]()); }
 
 LP_INLINE int64_t rounded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
@@ -29,9 +26,9 @@ public:
     Fp32Attention(const Rows& rows, int64_t heads, int64_t rank)
         : rows_(rows), heads_(heads), rank_(rank), padded_heads_(rounded(heads, std::max<int64_t>(PANEL, TILE_ROWS))),
           padded_rank_(rounded(rank, PANEL)), row_(rounded(std::max(rows.width, padded_rank_), LANES)),
-          q_(zeros<float>(rows.width * padded_heads_)), block_(zeros<float>(BLOCK * row_)),
-          weights_(zeros<float>(BLOCK * padded_heads_)), out_(zeros<float>(padded_heads_ * padded_rank_)),
-          max_(zeros<float>(padded_heads_)), sum_(zeros<float>(padded_heads_)) {}
+          q_(Buffer<float>::zeros(rows.width * padded_heads_)), block_(Buffer<float>::zeros(BLOCK * row_)),
+          weights_(Buffer<float>::zeros(BLOCK * padded_heads_)), out_(Buffer<float>::zeros(padded_heads_ * padded_rank_)),
+          max_(Buffer<float>::zeros(padded_heads_)), sum_(Buffer<float>::zeros(padded_heads_)) {}
 
     template <typename T>
     void start(const T* q) {
@@ -43,7 +40,7 @@ public:
         std::fill_n(max_.get(), padded_heads_, NONE);
     }
 
-    void add(const int32_t* positions, int64_t count, float scale) {
+    void add(const int32_t* positions, int64_t count, int64_t, float scale) {
         for (int64_t i = 0; i < count; ++i) rows_.decode(positions[i], block_.get() + i * row_);
         // Rows of the last tile behind `count` hold older rows: their logits are made and not read.
         for (int64_t h = 0; h < padded_heads_; h += PANEL)
@@ -100,7 +97,7 @@ private:
 
     const Rows& rows_;
     int64_t heads_, rank_, padded_heads_, padded_rank_, row_;
-    std::unique_ptr<float[]> q_, block_, weights_, out_, max_, sum_;
+    Buffer<float> q_, block_, weights_, out_, max_, sum_;
 };
 
 #if defined(LONGPREFILL_AMX)
@@ -124,16 +121,18 @@ class AmxAttention {
 public:
     static constexpr int64_t BLOCK = 128;
     static constexpr float MARGIN = 10.0f;  // in powers of two
-    static constexpr int64_t AHEAD = 6;     // rows that are fetched before they are needed
+    static constexpr int64_t AHEAD = 6;     // rows that are fetched before they are copied
+    static constexpr int64_t STRIP = 32, VALUE_STRIP = 128;  // the products are cut so that fetches fit in between
+    static constexpr int64_t SLOT = 40;                      // cache lines that may be on their way at a time
 
     AmxAttention(const Rows& rows, int64_t heads, int64_t rank)
         : rows_(rows), heads_(heads), rank_(rank), padded_heads_(padded(heads, 16)),
           row_(padded(rows.width, AMX_DEPTH)), padded_rank_(padded(rank, 32)),
-          q_(zeros<Bf16>(row_ * padded_heads_)), q_rows_(zeros<Bf16>(padded_heads_ * row_)),
-          block_(zeros<Bf16>(BLOCK * std::max(row_, padded_rank_))), values_(zeros<Bf16>(BLOCK * padded_rank_)),
-          weights_(zeros<Bf16>(padded_heads_ * BLOCK)), logits_(zeros<float>(BLOCK * padded_heads_)),
-          out_(zeros<float>(padded_heads_ * padded_rank_)), max_(zeros<float>(padded_heads_)),
-          sum_(zeros<float>(padded_heads_)) {}
+          q_(Buffer<Bf16>::zeros(row_ * padded_heads_)), q_rows_(Buffer<Bf16>::zeros(padded_heads_ * row_)),
+          block_(Buffer<Bf16>::zeros(BLOCK * std::max(row_, padded_rank_))), values_(Buffer<Bf16>::zeros(BLOCK * padded_rank_)),
+          weights_(Buffer<Bf16>::zeros(padded_heads_ * BLOCK)), logits_(Buffer<float>::zeros(BLOCK * padded_heads_)),
+          out_(Buffer<float>::zeros(padded_heads_ * padded_rank_)), max_(Buffer<float>::zeros(padded_heads_)),
+          sum_(Buffer<float>::zeros(padded_heads_)) {}
 
     void start(const Bf16* q) {
         for (int64_t h = 0; h < heads_; ++h)
@@ -145,14 +144,21 @@ public:
         has_output_ = false;
     }
 
-    void add(const int32_t* positions, int64_t count, float scale) {
+    void add(const int32_t* positions, int64_t count, int64_t following, float scale) {
         gather(positions, count);
+        next_ = {positions + count, std::min(following, BLOCK), 0, 0};
         // Whole blocks always: another shape is another kernel of oneDNN's. Rows behind `count` are zeros.
-        amx_multiply(BLOCK, padded_heads_, row_, block_.get(), row_, q_.get(), padded_heads_, logits_.get(),
-                     padded_heads_, false);
+        for (int64_t i = 0; i < BLOCK; i += STRIP) {
+            fetch_some(SLOT);
+            amx_multiply(STRIP, padded_heads_, row_, block_.get() + i * row_, row_, q_.get(), padded_heads_,
+                         logits_.get() + i * padded_heads_, padded_heads_, false);
+        }
         for (int64_t h = 0; h < padded_heads_; h += 16) soften(h, count, scale * LOG2_E);
-        amx_multiply(padded_heads_, padded_rank_, BLOCK, weights_.get(), BLOCK, values_.get(), padded_rank_, out_.get(),
-                     padded_rank_, has_output_);
+        for (int64_t c = 0; c < padded_rank_; c += VALUE_STRIP) {
+            fetch_some(SLOT);
+            amx_multiply(padded_heads_, std::min(VALUE_STRIP, padded_rank_ - c), BLOCK, weights_.get(), BLOCK,
+                         values_.get() + 2 * c, padded_rank_, out_.get() + c, padded_rank_, has_output_);
+        }
         has_output_ = true;
     }
 
@@ -196,6 +202,15 @@ private:
             std::memset(static_cast<void*>(block_.get() + written * row_), 0, (BLOCK - written) * row_ * sizeof(Bf16));
             std::memset(static_cast<void*>(values_.get() + written * padded_rank_), 0,
                         (BLOCK - written) * padded_rank_ * sizeof(Bf16));
+        }
+    }
+
+    // Asks for the next lines of the following block. Random rows come from memory: behind the products they are free.
+    LP_INLINE void fetch_some(int64_t lines) {
+        for (; lines > 0 && next_.row < next_.count; --lines) {
+            __builtin_prefetch(rows_.row(next_.positions[next_.row]) + next_.offset, 0, 2);
+            next_.offset += 64;
+            if (next_.offset >= rows_.row_bytes) next_.offset = 0, ++next_.row;
         }
     }
 
@@ -264,6 +279,7 @@ private:
                 total = _mm512_add_ps(total, _mm512_add_ps(a, b));
                 pairs[pair] = to_bf16_pairs(a, b);
             }
+            fetch_some(SLOT / 2);
             transpose_words(pairs);
             for (int head = 0; head < 16; ++head)
                 _mm512_storeu_si512(weights_.get() + (h + head) * BLOCK + block, pairs[head]);
@@ -289,8 +305,12 @@ private:
     const Rows& rows_;
     int64_t heads_, rank_, padded_heads_, row_, padded_rank_;
     bool has_output_ = false;
-    std::unique_ptr<Bf16[]> q_, q_rows_, block_, values_, weights_;
-    std::unique_ptr<float[]> logits_, out_, max_, sum_;
+    struct {
+        const int32_t* positions;
+        int64_t count, row, offset;
+    } next_{};
+    Buffer<Bf16> q_, q_rows_, block_, values_, weights_;
+    Buffer<float> logits_, out_, max_, sum_;
     AmxProducts release_;
 };
 #endif
@@ -320,7 +340,8 @@ void attend(const at::Tensor& q, const Rows& rows, const at::Tensor& indices, do
         }
         attention.start(q_data + t * heads * width);
         for (int64_t begin = 0; begin < count; begin += Attention::BLOCK)
-            attention.add(positions.data() + begin, std::min(Attention::BLOCK, count - begin), static_cast<float>(scale));
+            attention.add(positions.data() + begin, std::min(Attention::BLOCK, count - begin),
+                          std::max<int64_t>(0, count - begin - Attention::BLOCK), static_cast<float>(scale));
         attention.finish(out_data + t * heads * rank);
     }
 }
