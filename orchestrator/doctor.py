@@ -15,15 +15,18 @@ from rich.table import Table
 
 from longprefill.kernels.backends import describe
 from longprefill.orchestrator.memory import available_bytes
+from longprefill.orchestrator.yardstick import CLASSES, yardstick_refusal
 from longprefill.workers.device import describe_devices
-from longprefill.workers.model.families.registry import FAMILIES
+from longprefill.workers.model.config import AttnResConfig, KdaConfig, ModelConfig, MoeConfig
+from longprefill.workers.model.families.registry import FAMILIES, config_from
+from longprefill.workers.model.sizes import RAW_CONFIGS
 
 
 def diagnose() -> dict[str, Any]:
     """What can run here, as plain data."""
     return {
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in ("longprefill", "torch", "ray", "torch_npu")},
+        "packages": {name: _version(name) for name in ("longprefill", "torch", "ray", "torch_npu", "transformers")},
         "cores": len(os.sched_getaffinity(0)),
         "available_bytes": available_bytes(),
         "shared_memory_bytes": shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
@@ -43,7 +46,7 @@ def diagnose() -> dict[str, Any]:
             {"op": row.op, "backend": row.backend, "available": row.available, "reason": row.reason}
             for row in describe("cpu")
         ],
-        "families": sorted(FAMILIES),
+        "families": [_family(model_type) for model_type in sorted(FAMILIES)],
     }
 
 
@@ -66,8 +69,57 @@ def print_diagnosis(*, as_json: bool) -> None:
     kernels = Table("op", "backend", "available", "why not", title="kernels on cpu", title_justify="left")
     for row in found["kernels"]:
         kernels.add_row(row["op"], row["backend"], "yes" if row["available"] else "no", row["reason"])
-    console.print(devices, kernels)
-    console.print(f"model families: {', '.join(found['families'])}")
+    families = Table(
+        "family", "layers", "runs", "align --against transformers", title="model families", title_justify="left"
+    )
+    for row in found["families"]:
+        families.add_row(
+            row["family"], row["layers"], row["reason"] or "yes", row["yardstick"] or f"no: {row['no_yardstick']}"
+        )
+    console.print(devices, kernels, families)
+
+
+def _family(model_type: str) -> dict[str, Any]:
+    """What a family's models are made of, whether they run here, and whether transformers can be the yardstick."""
+    sizes = {family: size for family, size in RAW_CONFIGS if size == "tiny"}
+    # a text config is read by the family's own rules and written only inside a multimodal one
+    written = model_type if model_type in sizes else model_type.removesuffix("_text")
+    reason, refusal = _no_kernels(), yardstick_refusal(model_type)
+    return {
+        "family": model_type,
+        "layers": _parts(config_from(RAW_CONFIGS[written, "tiny"])),
+        "available": reason is None,
+        "reason": reason or "",
+        "yardstick": None if refusal else CLASSES[model_type],
+        "no_yardstick": refusal or "",
+    }
+
+
+def _no_kernels() -> str | None:
+    """Why no family runs on this machine's CPU: an op without a backend; None: all do."""
+    rows = describe("cpu")
+    for op in dict.fromkeys(row.op for row in rows):
+        if not any(row.available for row in rows if row.op == op):
+            return f"no backend of {op} is available: " + "; ".join(row.reason for row in rows if row.op == op)
+    return None
+
+
+def _parts(config: ModelConfig) -> str:
+    """For example "KDA, DSA with k-pool, MoE, hyper-connections"."""
+    parts: list[str] = []
+    for layer in config.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, KdaConfig):
+            parts.append("KDA")
+        elif mixer.selection is None:
+            parts.append("MLA")
+        else:
+            shared = " with shared selections" if mixer.shared_selection is not None else ""
+            parts.append("DSA with k-pool" if mixer.selection.pool > 1 else "DSA" + shared)
+    parts += ["MoE" for layer in config.layers if isinstance(layer.ffn, MoeConfig)]
+    if config.residual is not None:
+        parts.append("Attention Residuals" if isinstance(config.residual, AttnResConfig) else "hyper-connections")
+    return ", ".join(dict.fromkeys(parts))
 
 
 def _version(name: str) -> str | None:

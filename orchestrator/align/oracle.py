@@ -19,19 +19,12 @@ import numpy as np
 import torch
 
 from longprefill.orchestrator.align.observation import LOGIT_ROWS, Observation
+from longprefill.orchestrator.yardstick import CLASSES, yardstick_refusal
 from longprefill.partition.errors import ModelError, UserError
 from longprefill.workers.choices import Record
 from longprefill.workers.model.config import IndexerConfig, KdaConfig, MlaConfig, ModelConfig, RopeConfig
 from longprefill.workers.model.families.registry import read_config, read_object
 from longprefill.workers.probe import Place
-
-CLASSES = {
-    "deepseek_v32": "DeepseekV32ForCausalLM",
-    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
-    "glm5_next": "Glm5NextForConditionalGeneration",
-    "kimi_linear": "KimiLinearForCausalLM",
-}
-"""By the `model_type` of config.json."""
 
 
 def check_oracle(model_dir: Path) -> None:
@@ -40,26 +33,9 @@ def check_oracle(model_dir: Path) -> None:
     Raises:
         UserError: transformers is not installed, too old, or has no class for the family.
     """
-    model_type = read_object(model_dir / "config.json").get("model_type")
-    if model_type not in CLASSES:
-        raise UserError(
-            f"--against transformers: it has no class for model_type {model_type!r} (there are ones for "
-            f"{', '.join(sorted(CLASSES))}): use --against single"
-        )
-    try:
-        transformers = importlib.import_module("transformers")
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise UserError(
-            "--against transformers needs the package transformers, which is not installed: install it "
-            "(pip install transformers), or use --against single"
-        ) from None
-    if not hasattr(transformers, CLASSES[model_type]):
-        raise UserError(
-            f"--against transformers: transformers {transformers.__version__} has no {CLASSES[model_type]}: install a "
-            "newer one, or use --against single"
-        )
+    refusal = yardstick_refusal(str(read_object(model_dir / "config.json").get("model_type")))
+    if refusal is not None:
+        raise UserError(f"--against transformers: {refusal}: use --against single")
 
 
 class Oracle:
