@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from longprefill.orchestrator.errors import RunFailed
+from longprefill.orchestrator.outputs import check_writable
 from longprefill.orchestrator.plan import (
     ClusterSettings,
     check_fits,
@@ -162,8 +163,14 @@ class LocalCluster:
     def run_until(
         self, tokens: Sequence[int] | np.ndarray, stop: int, *, step_tokens: int | None = None
     ) -> PrefillResult:
-        """Prefills the first `stop` tokens only (a step border): to export a job in the middle of it."""
+        """Prefills the first `stop` tokens only (a step border): to export a job in the middle of it.
+
+        Raises:
+            UserError: `stop` is less than 1; otherwise as `prefill`.
+        """
         array = self._checked(tokens, 0)
+        if stop < 1:
+            raise UserError(f"stop={stop}: prefill at least 1 token")
         result = self._open(array, len(array), None)
         jobs = [Slice(job=result.job, start=0, end=min(stop, len(array)))]
         with self._abandoning([result]):
@@ -204,21 +211,40 @@ class LocalCluster:
         return self._running.generate(job, sampling)
 
     def dump(self, job: int, path: str | Path) -> None:
-        """Writes logits, cache rows and states of a finished job as safetensors (workers/dump.py lists them)."""
+        """Writes logits, cache rows and states of a finished job as safetensors (workers/dump.py lists them).
+
+        Raises:
+            UserError: the path cannot be written, or the job is not open.
+            RunFailed: it is not finished, or a worker died.
+        """
+        self._check_open(job)
+        check_writable("the dump", Path(path))
         self._running.dump(job, str(Path(path).absolute()))
 
     def final_tensors(self, job: int) -> dict[str, np.ndarray]:
-        """What `dump` writes, as fp32 arrays by name."""
+        """What `dump` writes, as fp32 arrays by name. Raises as `dump`."""
+        self._check_open(job)
         return self._running.final_tensors(job)
 
     def export_job(self, job: int, path: str | Path) -> None:
-        """Writes a snapshot that a cluster with any number of ranks resumes from."""
+        """Writes a snapshot that a cluster with any number of ranks resumes from.
+
+        Raises:
+            UserError: the path cannot be written, or the job is not open.
+            RunFailed: a worker died.
+        """
+        self._check_open(job)
+        check_writable("the snapshot", Path(path))
         self._running.export_job(job, str(Path(path).absolute()), self._jobs[job])
 
     def close_job(self, job: int) -> None:
-        """Forgets a job everywhere; its pages become free."""
-        if job not in self._jobs:
-            raise UserError(f"job {job} is not open: open are {sorted(self._jobs)}")
+        """Forgets a job everywhere; its pages become free.
+
+        Raises:
+            UserError: the job is not open.
+            RunFailed: a worker died.
+        """
+        self._check_open(job)
         self._running.close_job(job)
         del self._jobs[job]
 
@@ -237,6 +263,10 @@ class LocalCluster:
         if self._workers is None:
             raise UserError("the cluster is not running: use it as a context manager, or call start() first")
         return self._workers
+
+    def _check_open(self, job: int) -> None:
+        if job not in self._jobs:
+            raise UserError(f"job {job} is not open: open are {sorted(self._jobs) or 'none'}")
 
     @contextlib.contextmanager
     def _abandoning(self, results: list[PrefillResult]) -> Iterator[None]:

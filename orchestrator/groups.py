@@ -19,7 +19,6 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from longprefill.comms.manifest import LayerCounts
 from longprefill.comms.messages import Ack, Nack, decode
 from longprefill.comms.torch_group import GroupSpec, create_store
 from longprefill.comms.transport.base import TransportError
@@ -35,8 +34,8 @@ from longprefill.workers.cache.pages import CacheFormats, PageAllocator, cache_k
 from longprefill.workers.choices import Record
 from longprefill.workers.decode import Sampling, Token
 from longprefill.workers.engine import TORCH_DTYPES, ChoiceReport, DecodeActor, PrefillActor, StepReport
-from longprefill.workers.handoff.parts import HandoffPart, build_messages, pool_file_bytes
-from longprefill.workers.model.config import KdaConfig, MlaConfig, ModelConfig
+from longprefill.workers.handoff.parts import HandoffPart, build_messages, layer_counts, pool_file_bytes
+from longprefill.workers.model.config import ModelConfig
 from longprefill.workers.model.sharding import ALONE
 from longprefill.workers.prefill import StepPlan
 from longprefill.workers.probe import RankObservation
@@ -303,7 +302,7 @@ class LocalWorkers:
                 job=job,
                 fingerprint=self.fingerprint,
                 formats=self._formats,
-                layers=_layer_counts(self.config),
+                layers=layer_counts(self.config),
                 position=num_tokens,
             )
             reply = self._watch.wait(
@@ -397,9 +396,3 @@ class LocalWorkers:
         if owner is None:
             raise RunFailed(f"job {job} is not finished: it has no logits yet")
         return owner
-
-
-def _layer_counts(config: ModelConfig) -> LayerCounts:
-    kda = sum(isinstance(layer.mixer, KdaConfig) for layer in config.layers)
-    dsa = sum(isinstance(layer.mixer, MlaConfig) and layer.mixer.indexer is not None for layer in config.layers)
-    return LayerCounts(kda=kda, mla=len(config.layers) - kda - dsa, dsa=dsa)

@@ -138,6 +138,16 @@ def test_generate_without_hand_off(cluster: LocalCluster) -> None:
         tokens_of(cluster, result.job)
 
 
+def test_files_that_cannot_be_written(cluster: LocalCluster, tmp_path: Path) -> None:
+    result = cluster.prefill(SHORT)
+    for write in (cluster.export_job, cluster.dump):
+        with pytest.raises(UserError, match="no directory"):
+            write(result.job, tmp_path / "absent" / "file")
+        with pytest.raises(UserError, match="job 999 is not open"):
+            write(999, tmp_path / "file")
+    cluster.close_job(result.job)
+
+
 def test_a_damaged_page_is_sent_again(
     cluster: LocalCluster, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -42,10 +43,12 @@ class Run:
     events: list[dict[str, Any]]
 
 
-def run_with_outputs(directory: Path, *arguments: object, stdin: bytes | None = None) -> Run:
+def run_with_outputs(
+    directory: Path, *arguments: object, stdin: bytes | None = None, environment: Mapping[str, str] | None = None
+) -> Run:
     outputs = [directory / name for name in ("report.json", "dump.safetensors", "trace.json")]
     options = ["--json", outputs[0], "--dump", outputs[1], "--trace", outputs[2]]
-    finished = run("run", *arguments, *options, stdin=stdin)
+    finished = run("run", *arguments, *options, stdin=stdin, environment=environment)
     assert finished.code == 0, finished.err
     return Run(
         finished=finished,
@@ -119,6 +122,9 @@ def test_bytes_are_those_of_the_model(hybrid_run: Run, hybrid: Path) -> None:
         "boundary_state": "boundary",
     }
     sent = {names[op]: count["bytes"] for op, count in hybrid_run.report["comm"].items()}
+    # the work model gives every token its part of a pooled key, a step sends whole keys: less than one key a step apart
+    surplus = counted.pop("cache_rows") - sent.pop("cache_rows")
+    assert 0 <= surplus < 16 * 4 * len(layouts())
     assert sent == counted
     assert all(count["calls"] >= 1 for count in hybrid_run.report["comm"].values())
 
@@ -197,6 +203,7 @@ def kimi_run(request: pytest.FixtureRequest, kimi: Path, tmp_path_factory: pytes
         directory, "--model", kimi, "--prompt", source, "--cp", request.param, "--dtype", "fp32", "--step-tokens", 192,
         "--max-new-tokens", 40, "--temperature", 0.9, "--top-p", 0.95, "--seed", 11,
         stdin=lines.encode() if source == "-" else None,
+        environment={"PYTHONIOENCODING": "ascii"},
     )  # fmt: skip
 
 
@@ -230,6 +237,7 @@ def test_generation_ends_with_the_end_of_text(kimi_run: Run) -> None:
 
 
 def test_quantized_caches_and_a_stop_text(hybrid: Path, tmp_path: Path) -> None:
+    """In surroundings that Ray minds: no home to write to, the address of a Ray that is none of ours."""
     model = shutil.copytree(hybrid, tmp_path / "model")
     (model / "tokenizer.json").unlink()
     (tmp_path / "prompt.txt").write_text("\n".join(map(str, random_tokens(300))) + "\n")
@@ -237,6 +245,7 @@ def test_quantized_caches_and_a_stop_text(hybrid: Path, tmp_path: Path) -> None:
         "run", "--model", model, "--prompt", tmp_path / "prompt.txt", "--cp", 2, "--latent-format", "fp8",
         "--index-format", "mxfp8", "--layout", "contiguous", "--max-new-tokens", 40, "--stop", "\n",
         "--json", tmp_path / "report.json",
+        environment={"HOME": "/proc/none", "RAY_ADDRESS": "192.0.2.1:6379"},
     )  # fmt: skip
     assert finished.code == 0, finished.err
     report = json.loads((tmp_path / "report.json").read_text())

@@ -13,7 +13,7 @@ from longprefill.comms.messages import Commit, encode
 from longprefill.comms.transport.base import PoolAddress
 from longprefill.workers.cache.pages import CacheFormats, CacheKind, pool_bytes
 from longprefill.workers.cache.states import BoundaryState, packed_bytes
-from longprefill.workers.model.config import MlaConfig, ModelConfig
+from longprefill.workers.model.config import KdaConfig, MlaConfig, ModelConfig
 
 DRAIN_TIMEOUT_S = 10.0
 
@@ -48,6 +48,13 @@ def slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     ]
     largest = max(packed_bytes(config, position, dtype) for position in range(max(pools, default=1)))
     return -(-largest // 64) * 64 + -(-4 * config.vocab_size // 64) * 64
+
+
+def layer_counts(config: ModelConfig) -> LayerCounts:
+    """What a complete hand-off of this model has, by kind of layer."""
+    kda = sum(isinstance(layer.mixer, KdaConfig) for layer in config.layers)
+    dsa = sum(isinstance(layer.mixer, MlaConfig) and layer.mixer.indexer is not None for layer in config.layers)
+    return LayerCounts(kda=kda, mla=len(config.layers) - kda - dsa, dsa=dsa)
 
 
 def pool_file_bytes(
