@@ -65,7 +65,7 @@ class Fleet:
             place = int(usable.argmax())
             return Block(place, 1) if usable[place] else None
         whole = len(usable) // size * size
-        blocks = usable[:whole].reshape(-1, size).all(axis=1)
+        blocks = np.asarray(usable[:whole].reshape(-1, size).all(axis=1))
         place = int(blocks.argmax()) if len(blocks) else 0
         return Block(place * size, size) if len(blocks) and blocks[place] else None
 

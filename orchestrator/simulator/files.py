@@ -67,7 +67,7 @@ def write_chrome_trace(path: Path, replays: Sequence[Replay]) -> None:
             }
             name = f"job {step.jobs[0]}" + (f" + {len(step.jobs) - 1}" if len(step.jobs) > 1 else "")
             start_us, end_us = step.start_s * 1e6, step.end_s * 1e6
-            place = {"pid": pid, "tid": step.unit}
+            place: dict[str, object] = {"pid": pid, "tid": step.unit}
             events.append(
                 {
                     "ph": "X",
@@ -80,7 +80,7 @@ def write_chrome_trace(path: Path, replays: Sequence[Replay]) -> None:
                 | place
             )
             for job in step.jobs:
-                flow = {"name": "job", "cat": "job", "id": f"{pid}.{job}", "bp": "e", "ts": start_us}
+                flow: dict[str, object] = {"name": "job", "cat": "job", "id": f"{pid}.{job}", "bp": "e", "ts": start_us}
                 events.append({"ph": "t" if last.get(job) else "s"} | flow | place)
                 last[job] = True
     path.write_text(json.dumps(rounded({"traceEvents": events, "displayTimeUnit": "ms"})), encoding="utf-8")

@@ -106,8 +106,11 @@ def _print_scaling(title: str, rows: Sequence[ScalingRow]) -> None:
     from rich.table import Table
 
     table = Table(title=f"{title} (modelled)", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("exchange", "P", "seconds", "T1/PT", "of gemm", "work", "balance", "serial", "transfer", "pipe"):
-        table.add_column(column, justify="left" if column == "exchange" else "right")
+    for column in ("exchange", "P", "seconds", "T1/PT", "of gemm", "work", "even", "serial", "wire", "pipe"):
+        is_name = column == "exchange"
+        table.add_column(
+            column, justify="left" if is_name else "right", no_wrap=True, min_width=15 if is_name else None
+        )
     for row in rows:
         table.add_row(
             row.exchange,
