@@ -146,9 +146,13 @@ class Watch:
 
 
 def end_process(pid: int) -> None:
-    """Ends a worker that does not react to Ray any more (SIGKILL works on stopped processes too)."""
+    """Ends a worker that does not react to Ray any more (SIGKILL works on stopped processes too), and what it has
+    started itself: a compiler, say. Ray gives every worker a process group of its own."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
 
 
 def _cause_of_death(error: RayError) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from longprefill.kernels.native.build import CACHE_VARIABLE, cache_folder
+
 from .processes import MARK, assert_nothing_left, marked, new_mark
 
 TIMEOUT_S = 200.0
@@ -82,7 +84,8 @@ def running(
     directory = Path(tempfile.mkdtemp(prefix="lpt-", dir="/tmp"))
     mark = new_mark()
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    variables |= {"TMPDIR": str(directory), MARK: mark} | dict(environment or {})
+    # whatever HOME a test gives, kernels are compiled once
+    variables |= {"TMPDIR": str(directory), MARK: mark, CACHE_VARIABLE: str(cache_folder())} | dict(environment or {})
     error_file = directory.parent / f"{directory.name}.err"
     try:
         with error_file.open("wb") as err:
