@@ -124,7 +124,7 @@ FIGURES: tuple[tuple[str, Callable[[Metrics], str]], ...] = (
     ("lost, unit-seconds", lambda row: f"{row.lost_s:.1f}"),
     ("refused", lambda row: f"{row.refused}"),
     ("decisions", lambda row: f"{row.decisions}"),
-    ("99 % of decisions under", lambda row: f"{row.decision_p99_s * 1e3:g} ms"),
+    ("99 % of decisions under", lambda row: "" if row.decision_p99_s is None else f"{row.decision_p99_s * 1e3:g} ms"),
 )
 """What the table shows of every policy."""
 

@@ -14,8 +14,10 @@ from longprefill.orchestrator.simulator.replay import Replay
 DOCUMENT_TOKENS = 65536
 BUCKETS = (0, 4096, 16384, 32768, 65536, 131_072, 262_144, 524_288, 1_048_576)
 """Lower ends of the length buckets."""
-LATENCY_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)
+LATENCY_BOUNDS_S = (0.001, 0.01, 0.1, 1.0)
 """Decision times are reported by the bound they stay under, so that equal replays give equal reports."""
+LEAST_DECISIONS = 1000
+"""Of fewer, a percentile would be a matter of chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +67,8 @@ class Metrics:
     lost_s: float
     failures: int
     decisions: int
-    decision_p99_s: float
-    """The bound that 99 % of the decisions stayed under, in CPU time."""
+    decision_p99_s: float | None
+    """The bound that 99 % of the decisions stayed under, in CPU time; none for fewer than LEAST_DECISIONS."""
     estimate_error: float
     """Mean of |estimate / actual - 1| over all steps."""
     buckets: tuple[BucketMetrics, ...]
@@ -115,8 +117,10 @@ def metrics(replay: Replay, cluster: Cluster) -> Metrics:
     )
 
 
-def latency_bound(seconds: Sequence[float]) -> float:
-    """The smallest of LATENCY_BOUNDS_S that 99 % of the values stay under; infinity beyond the last."""
+def latency_bound(seconds: Sequence[float]) -> float | None:
+    """The smallest of LATENCY_BOUNDS_S that 99 % of the values stay under; infinity beyond the last, none for few."""
+    if len(seconds) < LEAST_DECISIONS:
+        return None
     worst = _percentile(np.array(seconds), 99)
     return next((bound for bound in LATENCY_BOUNDS_S if worst <= bound), float("inf"))
 
