@@ -103,6 +103,10 @@ def check_request(request: AlignRequest, config: ModelConfig) -> dict[str, Any]:
         raise UserError(f"--against {request.against!r} is neither transformers, single nor a model directory")
     if not 0 < request.tolerance < 1:
         raise UserError(f"--tolerance {request.tolerance}: use a number between 0 and 1, for example 1e-5")
+    if not request.grid and any((request.meshes, request.lengths, request.steps)):
+        raise UserError("--meshes, --lengths and --steps belong to --grid: add it, or use --cp, --tp and --step-tokens")
+    if request.grid and (request.prompt is not None or request.tokens is not None):
+        raise UserError("--grid has random prompts of its own: use --lengths instead of --tokens and --prompt")
     if request.tokens is not None and request.prompt is not None:
         raise UserError("--tokens and --prompt exclude each other: give one of them")
     if request.tokens is not None:

@@ -81,13 +81,14 @@ def walk(
     plan = plan_of(request, config)
     grid = _Grid(request, config, settings, plan)
     cases: list[_Case] = []
-    console.print(f"{'mesh':>6} {'tokens':>7} {'step':>6} {'worst rms':>10} {'where':<36} {'swaps':>5} {'seconds':>8}")
+    heading = f"{'mesh':>11} {'tokens':>7} {'step':>6} {'worst rms':>10} {'where':<36} {'swaps':>5} {'seconds':>8}"
+    console.print(heading, highlight=False, soft_wrap=True)
     for case in grid.cases():
         cases.append(case)
         worst = max(case.rows, key=lambda row: (not row.is_ok, row.rms / row.allowed))
         swaps = sum(row.swaps for row in case.rows)
         line = (
-            f"{case.mesh:>6} {case.num_tokens:>7} {case.step:>6} {worst.rms:>10.1e} {worst.place:<36} {swaps:>5} "
+            f"{case.mesh:>11} {case.num_tokens:>7} {case.step:>6} {worst.rms:>10.1e} {worst.place:<36} {swaps:>5} "
             f"{case.seconds:>8.1f}"
         )
         console.print(line, markup=False, highlight=False, soft_wrap=True)
