@@ -133,9 +133,9 @@ def _torch_backends(folder: str) -> tuple[Backend, ...]:
 _BACKENDS: dict[str, tuple[Backend, ...]] = {
     "kda": (_compiled_backend("kda"), *_torch_backends("kda")),
     "conv": (_compiled_backend("conv"), *_torch_backends("conv")),
-    "indexer": _torch_backends("dsa"),
-    "mla": _torch_backends("mla"),
-    "moe": _torch_backends("moe"),
+    "indexer": (_compiled_backend("dsa"), *_torch_backends("dsa")),
+    "mla": (_compiled_backend("mla"), *_torch_backends("mla")),
+    "moe": (_compiled_backend("moe"), *_torch_backends("moe")),
     "residual": (_compiled_backend("residual"), *_torch_backends("residual")),
     "norm": (_compiled_backend("norm"), *_torch_backends("norm")),
     "rope": _torch_backends("rope"),

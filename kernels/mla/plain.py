@@ -44,12 +44,8 @@ def sparse(
     Raises:
         ValueError: shapes that do not fit each other, or an index outside the cache.
     """
+    check_sparse(q_THL, rows, indices_TS, latent_rank=latent_rank)
     num_queries, num_heads, width = q_THL.shape
-    if width != rows.format.width or not 0 < latent_rank <= width or len(indices_TS) != num_queries:
-        raise ValueError(
-            f"sparse attention of q {tuple(q_THL.shape)}, indices {tuple(indices_TS.shape)}, rows {rows.format.width} "
-            f"wide, latent_rank={latent_rank}: give q [T, heads, row width], indices [T, places], rank up to the width"
-        )
     out_THR = q_THL.new_zeros(num_queries, num_heads, latent_rank)
     if indices_TS.numel() == 0:
         return out_THR
@@ -103,18 +99,8 @@ def dense(
     Raises:
         ValueError: shapes that do not fit each other, or fewer cached rows than the last query sees.
     """
-    num_queries, num_heads, query_width = q_THQ.shape
-    nope, rank = w_uk_HNR.shape[1:]
-    rope = rows.format.width - rank
-    if rope < 0 or query_width != nope + rope or w_uv_HVR.shape[::2] != (num_heads, rank) or len(w_uk_HNR) != num_heads:
-        raise ValueError(
-            f"dense attention of q {tuple(q_THQ.shape)}, w_uk {tuple(w_uk_HNR.shape)}, w_uv {tuple(w_uv_HVR.shape)}, "
-            f"rows {rows.format.width} wide: give q [T, H, N + P], w_uk [H, N, R], w_uv [H, V, R], rows [R + P]"
-        )
-    if rows.num_rows < start + num_queries:
-        raise ValueError(
-            f"{rows.num_rows} cached rows, but the last query sees {start + num_queries}: write them first"
-        )
+    check_dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start)
+    num_queries, num_heads, _ = q_THQ.shape
     if num_queries == 0:  # torch's fused kernel ends the process when it has no query
         return q_THQ.new_empty(0, num_heads, w_uv_HVR.shape[1])
     # Half precision runs in torch's fused CPU kernel, which keeps logits and sums in fp32; elsewhere fp32 products do.
@@ -145,6 +131,34 @@ def dense(
             is_causal = size > 1
             _fold(state, part, attend(q_HTQ[:, part], k_HKQ[:, :seen], v_HKV[:, :seen], scale, is_causal=is_causal))
     return state.weighted_HTV.div_(state.sum_HT[..., None]).transpose(0, 1).to(q_THQ.dtype)
+
+
+def check_sparse(q_THL: torch.Tensor, rows: PagedRows, indices_TS: torch.Tensor, *, latent_rank: int) -> None:
+    """ValueError unless queries, rows, indices and rank fit each other."""
+    num_queries, _, width = q_THL.shape
+    if width != rows.format.width or not 0 < latent_rank <= width or len(indices_TS) != num_queries:
+        raise ValueError(
+            f"sparse attention of q {tuple(q_THL.shape)}, indices {tuple(indices_TS.shape)}, rows {rows.format.width} "
+            f"wide, latent_rank={latent_rank}: give q [T, heads, row width], indices [T, places], rank up to the width"
+        )
+
+
+def check_dense(
+    q_THQ: torch.Tensor, rows: PagedRows, w_uk_HNR: torch.Tensor, w_uv_HVR: torch.Tensor, *, start: int
+) -> None:
+    """ValueError unless queries, rows and expansions fit each other and all visible rows are cached."""
+    num_queries, num_heads, query_width = q_THQ.shape
+    nope, rank = w_uk_HNR.shape[1:]
+    rope = rows.format.width - rank
+    if rope < 0 or query_width != nope + rope or w_uv_HVR.shape[::2] != (num_heads, rank) or len(w_uk_HNR) != num_heads:
+        raise ValueError(
+            f"dense attention of q {tuple(q_THQ.shape)}, w_uk {tuple(w_uk_HNR.shape)}, w_uv {tuple(w_uv_HVR.shape)}, "
+            f"rows {rows.format.width} wide: give q [T, H, N + P], w_uk [H, N, R], w_uv [H, V, R], rows [R + P]"
+        )
+    if rows.num_rows < start + num_queries:
+        raise ValueError(
+            f"{rows.num_rows} cached rows, but the last query sees {start + num_queries}: write them first"
+        )
 
 
 class _Gather(NamedTuple):

@@ -93,11 +93,7 @@ def experts(
     chosen = routing.expert_TA.reshape(-1)
     if chosen.numel() == 0:
         return sum_TD.to(out_dtype)
-    if int(chosen.min()) < -1 or int(chosen.max()) >= len(gate_up_EJD):
-        raise ValueError(
-            f"experts {int(chosen.min())} to {int(chosen.max())} are routed: this call holds 0 to "
-            f"{len(gate_up_EJD) - 1}, and -1 stands for none"
-        )
+    check_experts(routing, num_experts=len(gate_up_EJD))
     order = chosen.argsort(stable=True)
     counts = torch.bincount(chosen + 1, minlength=len(gate_up_EJD) + 1).tolist()
     weights = routing.weight_TA.reshape(-1).to(precision)
@@ -116,6 +112,15 @@ def experts(
         # A token comes once per expert at most: a call adds one summand to a row, and calls follow the experts' order.
         sum_TD.index_add_(0, tokens_M, out_MD.mul_(weights[slots_M, None]))
     return sum_TD.to(out_dtype)
+
+
+def check_experts(routing: Routing, *, num_experts: int) -> None:
+    """ValueError unless every expert number (there is one at least) is in [-1, num_experts)."""
+    lowest, highest = int(routing.expert_TA.min()), int(routing.expert_TA.max())
+    if lowest < -1 or highest >= num_experts:
+        raise ValueError(
+            f"experts {lowest} to {highest} are routed: this call holds 0 to {num_experts - 1}, and -1 stands for none"
+        )
 
 
 def _best_first(scores_TE: torch.Tensor) -> torch.Tensor:

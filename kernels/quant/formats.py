@@ -1,5 +1,7 @@
 """Row formats of the caches: how a vector of numbers lies in bytes, and which numbers come back.
 
+The compiled codecs (cpu.py) and the torch operators here give the same bits; the faster one that serves is taken.
+
 Legend: T rows, W numbers a row, B bytes a row, N tiles or groups of a row, S numbers of a tile or group, R latent rank.
 """
 
@@ -11,6 +13,8 @@ import torch
 from torch.nn import functional
 
 from longprefill.kernels.paged import RowFormat
+
+from . import cpu
 
 E4M3_MAX = 448.0
 """Largest finite E4M3 (fn) number, 1.75 * 2^8."""
@@ -81,7 +85,13 @@ class Fp8LatentRows(RowFormat):
 
     def encode(self, rows_TW: torch.Tensor) -> torch.Tensor:
         """uint8 [T, R + 4 tiles + 2 rope]. Raises ValueError for rows of another width."""
-        rows_TW = _checked(self, rows_TW).to(torch.float32)
+        if cpu.encodes(_checked(self, rows_TW)):
+            return cpu.encode_fp8(rows_TW, latent_rank=self.latent_rank)
+        return self.encode_plain(rows_TW)
+
+    def encode_plain(self, rows_TW: torch.Tensor) -> torch.Tensor:
+        """`encode` in torch operators, on any device."""
+        rows_TW = rows_TW.to(torch.float32)
         tiles_TNS = _grouped(rows_TW[:, : self.latent_rank], LATENT_TILE)
         amax_TN = tiles_TNS.abs().amax(-1)
         scale_TN = (amax_TN / E4M3_MAX).clamp(min=SMALLEST_SCALE)
@@ -95,6 +105,12 @@ class Fp8LatentRows(RowFormat):
     def decode(self, bytes_TB: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[T, R + rope] in `dtype`. Raises ValueError for rows of another byte length."""
         _check_bytes(self, bytes_TB)
+        if cpu.decodes(bytes_TB, dtype):
+            return cpu.decode_fp8(bytes_TB, width=self.width, latent_rank=self.latent_rank, dtype=dtype)
+        return self.decode_plain(bytes_TB, dtype)
+
+    def decode_plain(self, bytes_TB: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`decode` in torch operators, on any device."""
         scale_end = self.latent_rank + 4 * self.num_tiles
         scale_TN = _view_as(bytes_TB[:, self.latent_rank : scale_end], torch.float32)
         rope_TP = _view_as(bytes_TB[:, scale_end:], torch.bfloat16)
@@ -125,7 +141,13 @@ class Mxfp8Rows(RowFormat):
 
     def encode(self, rows_TW: torch.Tensor) -> torch.Tensor:
         """uint8 [T, W + groups]. Raises ValueError for rows of another width."""
-        rows_TW = _checked(self, rows_TW).to(torch.float32)
+        if cpu.encodes(_checked(self, rows_TW)):
+            return cpu.encode_mxfp8(rows_TW, rounds_up=self.rounding == "up")
+        return self.encode_plain(rows_TW)
+
+    def encode_plain(self, rows_TW: torch.Tensor) -> torch.Tensor:
+        """`encode` in torch operators, on any device."""
+        rows_TW = rows_TW.to(torch.float32)
         groups_TNS = _grouped(rows_TW, MX_GROUP)
         amax_TN = groups_TNS.abs().amax(-1)
         bits_TN = amax_TN.contiguous().view(torch.int32)
@@ -143,6 +165,12 @@ class Mxfp8Rows(RowFormat):
     def decode(self, bytes_TB: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[T, W] in `dtype`. Raises ValueError for rows of another byte length."""
         _check_bytes(self, bytes_TB)
+        if cpu.decodes(bytes_TB, dtype):
+            return cpu.decode_mxfp8(bytes_TB, width=self.width, dtype=dtype)
+        return self.decode_plain(bytes_TB, dtype)
+
+    def decode_plain(self, bytes_TB: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`decode` in torch operators, on any device."""
         scale_TN = bytes_TB[:, self.width :].contiguous().view(torch.float8_e8m0fnu).to(torch.float32)
         rows_TW = torch.empty(len(bytes_TB), self.width, dtype=dtype, device=bytes_TB.device)
         _scaled_codes(bytes_TB[:, : self.width], scale_TN, MX_GROUP, out_TW=rows_TW)
@@ -204,6 +232,8 @@ def _as_bytes(rows_TW: torch.Tensor) -> torch.Tensor:
 
 def _view_as(bytes_TB: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The bytes read as numbers of `dtype`: a view where offset and strides are aligned to it, else of a copy."""
+    if bytes_TB.shape[1] == 0:
+        return bytes_TB.new_empty(bytes_TB.shape, dtype=dtype)
     size = dtype.itemsize
     aligned = bytes_TB.stride(-1) == 1 and bytes_TB.storage_offset() % size == 0 and bytes_TB.stride(0) % size == 0
     return (bytes_TB if aligned else bytes_TB.clone(memory_format=torch.contiguous_format)).view(dtype)

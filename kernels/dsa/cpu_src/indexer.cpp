@@ -164,14 +164,7 @@ private:
             else std::memcpy(static_cast<void*>(to), bytes, keys.width * sizeof(Bf16));
             return;
         }
-        int64_t begin = 0;
-        for (; begin + MX_GROUP <= keys.width; begin += MX_GROUP) {
-            const Vec scale = splat(e8m0_number(bytes[keys.width + begin / MX_GROUP]));
-            const Vec low = e4m3_numbers(load_bytes(bytes + begin)) * scale;
-            const Vec high = e4m3_numbers(load_bytes(bytes + begin + LANES)) * scale;
-            _mm512_storeu_si512(to + begin, to_bf16((__m512)low, (__m512)high));
-        }
-        if (begin < keys.width) decode_mxfp8_row(bytes, keys.width, to);
+        decode_mxfp8_row(bytes, keys.width, to);
     }
 
     // An infinite key times the zero that a finite query may have as second part would be NaN.

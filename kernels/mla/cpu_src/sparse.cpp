@@ -222,31 +222,8 @@ private:
     LP_INLINE void read(int32_t position, Bf16* to) const {
         if (rows_.format == RowFormat::bf16)
             std::memcpy(static_cast<void*>(to), rows_.row(position), rows_.width * sizeof(Bf16));
-        else if (rows_.format == RowFormat::fp8_latent && rows_.rank % LATENT_TILE == 0)
-            read_tiles(rows_.row(position), to);
         else
             rows_.decode(position, to);
-    }
-
-    // Whole tiles through fp16: a code's bits with another exponent bias are the fp16 number 2^-8 as large.
-    LP_INLINE void read_tiles(const uint8_t* bytes, Bf16* to) const {
-        const uint8_t* scales = bytes + rows_.rank;
-        __mmask32 has_nan = 0;
-        for (int64_t c = 0; c < rows_.rank; c += 32) {
-            float scale;
-            std::memcpy(&scale, scales + c / LATENT_TILE * 4, 4);
-            const __m512 factor = _mm512_set1_ps(scale * 256.0f);
-            const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + c));
-            const __m512i words = _mm512_slli_epi16(_mm512_cvtepu8_epi16(codes), 8);
-            const __m512i halves = _mm512_and_si512(_mm512_srai_epi16(words, 1), _mm512_set1_epi16(-0x4001));
-            has_nan |= _mm256_cmpeq_epi8_mask(_mm256_or_si256(codes, _mm256_set1_epi8(-0x80)), _mm256_set1_epi8(-1));
-            const __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
-            const __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
-            _mm512_storeu_si512(to + c, to_bf16(_mm512_mul_ps(low, factor), _mm512_mul_ps(high, factor)));
-        }
-        if (__builtin_expect(has_nan != 0, false)) return decode_fp8_row(bytes, rows_.rank, rows_.width - rows_.rank, to);
-        std::memcpy(static_cast<void*>(to + rows_.rank), scales + rows_.rank / LATENT_TILE * 4,
-                    (rows_.width - rows_.rank) * sizeof(Bf16));
     }
 
     // Logits of 16 heads become weights, transposed to rows of heads.

@@ -11,16 +11,24 @@ constexpr int32_t INFINITE = 0x7f800000;  // bits: what is not below has no fini
 constexpr uint8_t NAN_CODE = 0x7f;
 constexpr int64_t GRAIN_BYTES = 1 << 16;  // least work of a thread
 
-// Nearest E4M3 codes, ties to even, of numbers in [-448, 448].
-LP_INLINE UintVec e4m3_codes(Vec x) {
-    const UintVec bits = (UintVec)absolute(x), sign = ((UintVec)x & 0x80000000u) >> 24;
-    const UintVec normal = ((bits + 0x7ffffu + ((bits >> 20) & 1u)) >> 20) - (120u << 3);
-    const UintVec subnormal = (UintVec)(absolute(x) + 16384.0f) - 0x46800000u;  // steps of 2^-9 end at 2^14's last bit
-    return ((IntVec)bits < 0x3c800000 ? subnormal : normal) | sign;  // 2^-6
+// E4M3 codes nearest to `size`, ties to even, with the signs of x. CAP: what rounds to more than 448 becomes 448.
+template <bool CAP>
+LP_INLINE UintVec e4m3_codes(Vec size, Vec x) {
+    const UintVec bits = (UintVec)size;
+    const UintVec normal = (bits + ((bits >> 20) & 1u) + (0x7ffffu - (120u << 23))) >> 20;
+    const UintVec subnormal = (UintVec)(size + 16384.0f) - 0x46800000u;   // steps of 2^-9 end at 2^14's last bit
+    const UintVec code = (IntVec)bits < 0x3c800000 ? subnormal : normal;  // 2^-6
+    return (CAP ? ((IntVec)code > 0x7e ? UintVec{} + 0x7eu : code) : code) | (((UintVec)x >> 24) & 0x80u);
 }
 
-LP_INLINE Vec clamped(Vec x) {
-    return x > E4M3_MAX ? splat(E4M3_MAX) : (x < -E4M3_MAX ? splat(-E4M3_MAX) : x);
+LP_INLINE Vec load_numbers(const float* from) { return load(from); }
+LP_INLINE Vec load_numbers(const c10::BFloat16* from) {
+#if defined(__AVX512F__)
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);  // gcc widens the two halves apart
+#else
+    return load(from);
+#endif
 }
 
 LP_INLINE void store_codes(uint8_t* to, UintVec codes, int count) {
@@ -29,83 +37,117 @@ LP_INLINE void store_codes(uint8_t* to, UintVec codes, int count) {
     else std::memcpy(to, &bytes, count);
 }
 
-// Bits of the largest magnitude; NaN is above infinity.
-template <typename T>
-LP_INLINE int32_t largest_bits(const T* x, int64_t size) {
-    IntVec most{};
-    for_each_vector(size, [&](int64_t i, int count) {
-        const IntVec bits = (IntVec)absolute(load_some(x + i, count));
-        most = bits > most ? bits : most;
-    });
-    int32_t result = 0;
-    for (int lane = 0; lane < LANES; ++lane) result = std::max<int32_t>(result, most[lane]);
+LP_INLINE int32_t largest_lane(IntVec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    int32_t result = x[0];
+    for (int lane = 1; lane < LANES; ++lane) result = std::max<int32_t>(result, x[lane]);
     return result;
+#endif
+}
+
+// Up to SIZE numbers that share a scale, in registers where there are enough.
+template <int SIZE>
+struct Group {
+    static constexpr int VECTORS = SIZE / LANES;
+    Vec x[VECTORS];
+
+    template <typename T>
+    LP_INLINE Group(const T* from, int64_t size) {
+#pragma GCC unroll 8
+        for (int n = 0; n < VECTORS; ++n)
+            x[n] = size == SIZE ? load_numbers(from + n * LANES) : load_some(from + n * LANES, present(n, size));
+    }
+    LP_INLINE static int present(int n, int64_t size) {
+        return static_cast<int>(std::min<int64_t>(LANES, std::max<int64_t>(0, size - n * LANES)));
+    }
+    // Bits of the largest magnitude: NaN is above infinity.
+    LP_INLINE int32_t largest_bits() const {
+        IntVec most{};
+#pragma GCC unroll 8
+        for (int n = 0; n < VECTORS; ++n) {
+            const IntVec bits = (IntVec)absolute(x[n]);
+            most = bits > most ? bits : most;
+        }
+        return largest_lane(most);
+    }
+    // `scaled` is given magnitudes.
+    template <bool CAP, typename Scaled>
+    LP_INLINE void store_as_codes(uint8_t* to, int64_t size, Scaled scaled) const {
+#pragma GCC unroll 8
+        for (int n = 0; n < VECTORS; ++n)
+            store_codes(to + n * LANES, e4m3_codes<CAP>(scaled(absolute(x[n])), x[n]),
+                        size == SIZE ? LANES : present(n, size));
+    }
+};
+
+template <bool UP, typename T>
+LP_INLINE uint8_t encode_mxfp8_group(const T* x, int64_t size, uint8_t* out) {
+    const Group<MX_GROUP> group(x, size);
+    const int32_t amax = group.largest_bits();
+    if (__builtin_expect(amax >= INFINITE, false)) {
+        std::fill_n(out, size, NAN_CODE);
+        return 0xff;
+    }
+    const int32_t exponent = std::max(0, (amax >> 23) - 8 + (UP && (amax & 0x7fffff) > 0x600000));
+    const Vec reciprocal = splat(float_of(static_cast<uint32_t>(254 - exponent) << 23));
+    group.template store_as_codes<!UP>(out, size, [&](Vec number) { return number * reciprocal; });
+    return static_cast<uint8_t>(exponent);
 }
 
 template <bool UP, typename T>
 void encode_mxfp8_row(const T* x, int64_t width, uint8_t* out) {
-    for (int64_t group = 0; group * MX_GROUP < width; ++group) {
-        const int64_t begin = group * MX_GROUP, size = std::min(MX_GROUP, width - begin);
-        const int32_t amax = largest_bits(x + begin, size);
-        if (amax >= INFINITE) {
-            std::fill_n(out + begin, size, NAN_CODE);
-            out[width + group] = 0xff;
-            continue;
-        }
-        const int32_t exponent = std::max(0, (amax >> 23) - 8 + (UP && (amax & 0x7fffff) > 0x600000));
-        const Vec reciprocal = splat(float_of(static_cast<uint32_t>(254 - exponent) << 23));
-        for_each_vector(size, [&](int64_t i, int count) {
-            store_codes(out + begin + i, e4m3_codes(clamped(load_some(x + begin + i, count) * reciprocal)), count);
-        });
-        out[width + group] = static_cast<uint8_t>(exponent);
-    }
+    const int64_t whole = width / MX_GROUP, rest = width - whole * MX_GROUP;
+    for (int64_t group = 0; group < whole; ++group)
+        out[width + group] = encode_mxfp8_group<UP>(x + group * MX_GROUP, MX_GROUP, out + group * MX_GROUP);
+    if (rest) out[width + whole] = encode_mxfp8_group<UP>(x + whole * MX_GROUP, rest, out + whole * MX_GROUP);
 }
 
-// x / scale, correctly rounded. Where it is safe, by the reciprocal and one correction of the remainder, which a fused
-// multiply-add keeps exact: a quarter of a division's time.
+// x / scale, correctly rounded. Where a fused multiply-add keeps the remainder exact, by the reciprocal and one
+// correction: a quarter of a division's time.
 struct Quotient {
-    float scale, reciprocal;
-    explicit Quotient(float scale_) : scale(scale_), reciprocal(1.0f / scale_) {}
-    LP_INLINE bool is_safe() const { return scale > 0x1p-80f; }
-    template <bool SAFE>
-    LP_INLINE Vec of(Vec x) const {
+    Vec scale, reciprocal;
+    bool is_exact;
+    LP_INLINE explicit Quotient(float by) : scale(splat(by)), reciprocal(splat(1.0f / by)), is_exact(by > 0x1p-80f) {}
+    LP_INLINE Vec operator()(Vec x) const {  // x >= 0
 #if defined(__AVX512F__)
-        if constexpr (SAFE) {
-            const __m512 r = _mm512_set1_ps(reciprocal), q = _mm512_mul_ps((__m512)x, r);
-            const __m512 rest = _mm512_fnmadd_ps(q, _mm512_set1_ps(scale), (__m512)x);
-            const __m512 better = _mm512_fmadd_ps(rest, r, q);
-            return (Vec)_mm512_or_ps(better, _mm512_and_ps((__m512)x, _mm512_set1_ps(-0.0f)));  // -0 + 0 is 0
+        if (is_exact) {
+            const __m512 r = (__m512)reciprocal, q = _mm512_mul_ps((__m512)x, r);
+            return (Vec)_mm512_fmadd_ps(_mm512_fnmadd_ps(q, (__m512)scale, (__m512)x), r, q);
         }
 #endif
-        return x / splat(scale);
+        return x / scale;
     }
 };
 
-template <bool SAFE, typename T>
-LP_INLINE void encode_tile(const T* x, int64_t size, Quotient quotient, uint8_t* out) {
-    for_each_vector(size, [&](int64_t i, int count) {
-        store_codes(out + i, e4m3_codes(clamped(quotient.of<SAFE>(load_some(x + i, count)))), count);
-    });
+template <typename T>
+LP_INLINE float encode_tile(const T* x, int64_t size, uint8_t* out) {
+    const Group<LATENT_TILE> tile(x, size);
+    const int32_t amax = tile.largest_bits();
+    if (__builtin_expect(amax >= INFINITE, false)) {
+        std::fill_n(out, size, NAN_CODE);
+        return float_of(0x7fc00000u);
+    }
+    const float scale = std::max(float_of(static_cast<uint32_t>(amax)) / E4M3_MAX, 0x1p-126f);
+    tile.template store_as_codes<false>(out, size, Quotient(scale));
+    return scale;
 }
 
 template <typename T>
 void encode_fp8_row(const T* x, int64_t rank, int64_t rope, uint8_t* out) {
-    const int64_t num_tiles = (rank + LATENT_TILE - 1) / LATENT_TILE;
-    for (int64_t tile = 0; tile < num_tiles; ++tile) {
-        const int64_t begin = tile * LATENT_TILE, size = std::min(LATENT_TILE, rank - begin);
-        const int32_t amax = largest_bits(x + begin, size);
-        float scale = std::max(float_of(static_cast<uint32_t>(amax)) / E4M3_MAX, 0x1p-126f);
-        if (amax >= INFINITE) {
-            scale = float_of(0x7fc00000u);
-            std::fill_n(out + begin, size, NAN_CODE);
-        } else if (const Quotient quotient(scale); quotient.is_safe()) {
-            encode_tile<true>(x + begin, size, quotient, out + begin);
-        } else {
-            encode_tile<false>(x + begin, size, quotient, out + begin);
-        }
-        std::memcpy(out + rank + 4 * tile, &scale, 4);
+    const int64_t whole = rank / LATENT_TILE, rest = rank - whole * LATENT_TILE;
+    uint8_t* scales = out + rank;
+    for (int64_t tile = 0; tile < whole; ++tile, scales += 4) {
+        const float scale = encode_tile(x + tile * LATENT_TILE, LATENT_TILE, out + tile * LATENT_TILE);
+        std::memcpy(scales, &scale, 4);
     }
-    auto* tail = reinterpret_cast<c10::BFloat16*>(out + rank + 4 * num_tiles);
+    if (rest) {
+        const float scale = encode_tile(x + whole * LATENT_TILE, rest, out + whole * LATENT_TILE);
+        std::memcpy(scales, &scale, 4);
+        scales += 4;
+    }
+    auto* tail = reinterpret_cast<c10::BFloat16*>(scales);
     for_each_vector(rope, [&](int64_t i, int count) { store_some(tail + i, load_some(x + rank + i, count), count); });
 }
 

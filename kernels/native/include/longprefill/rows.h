@@ -1,7 +1,7 @@
 // Cache rows in pages and their formats (kernels/quant/README.md): how the kernels read one row.
 #pragma once
 
-#include <cmath>
+#include <type_traits>
 
 #include "longprefill/torch.h"
 
@@ -50,16 +50,55 @@ LP_INLINE float e8m0_number(uint8_t byte) {
     return float_of(byte == 0 ? 0x00400000u : (byte == 255 ? 0x7fc00000u : uint32_t{byte} << 23));
 }
 
+#if defined(__AVX512BW__)
+// 32 codes through fp16: a code's bits with another exponent bias are the fp16 number 2^-8 as large, NaN apart.
+LP_INLINE void e4m3_numbers(const uint8_t* codes, Vec factor, Vec& low, Vec& high) {
+    const __m512i words =
+        _mm512_slli_epi16(_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes))), 8);
+    const __m512i halves = _mm512_and_si512(_mm512_srai_epi16(words, 1), _mm512_set1_epi16(-0x4001));
+    const __m512i nan = _mm512_set1_epi16(0x7f00);
+    const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(_mm512_and_si512(words, nan), nan);
+    const __m512i marked = _mm512_mask_mov_epi16(halves, is_nan, nan);
+    low = (Vec)_mm512_cvtph_ps(_mm512_castsi512_si256(marked)) * factor;
+    high = (Vec)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(marked, 1)) * factor;
+}
+
+LP_INLINE void store_pair(float* to, Vec low, Vec high) { store(to, low), store(to + LANES, high); }
+LP_INLINE void store_pair(c10::BFloat16* to, Vec low, Vec high) {
+#if defined(__AVX512BF16__)
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#else
+    store(to, low), store(to + LANES, high);
+#endif
+}
+#endif
+
+// code * scale for `size` codes.
+template <typename T>
+LP_INLINE void decode_codes(const uint8_t* codes, int64_t size, float scale, T* out) {
+    int64_t begin = 0;
+#if defined(__AVX512BW__)
+    // Where 2^8 scale is finite and no product is denormal: the conversion to bf16 would make 0 of those.
+    if (scale >= 0x1p-116f && scale < 0x1p119f)
+        for (; begin + 2 * LANES <= size; begin += 2 * LANES) {
+            Vec low, high;
+            e4m3_numbers(codes + begin, splat(scale * 256.0f), low, high);
+            store_pair(out + begin, low, high);
+        }
+#endif
+    for_each_vector(size - begin, [&](int64_t i, int count) {
+        store_some(out + begin + i, e4m3_numbers(load_bytes(codes + begin + i, count)) * splat(scale), count);
+    });
+}
+
 // Numbers [0, width) of an MXFP8 row [codes | one scale a group].
 template <typename T>
 LP_INLINE void decode_mxfp8_row(const uint8_t* bytes, int64_t width, T* out) {
-    for (int64_t group = 0; group * MX_GROUP < width; ++group) {
-        const Vec scale = splat(e8m0_number(bytes[width + group]));
-        const int64_t begin = group * MX_GROUP, size = width - begin < MX_GROUP ? width - begin : MX_GROUP;
-        for_each_vector(size, [&](int64_t i, int count) {
-            store_some(out + begin + i, e4m3_numbers(load_bytes(bytes + begin + i, count)) * scale, count);
-        });
-    }
+    const int64_t whole = width / MX_GROUP;
+    for (int64_t group = 0; group < whole; ++group)  // its own loop: the size is known to the compiler
+        decode_codes(bytes + group * MX_GROUP, MX_GROUP, e8m0_number(bytes[width + group]), out + group * MX_GROUP);
+    const int64_t rest = width - whole * MX_GROUP;
+    if (rest) decode_codes(bytes + whole * MX_GROUP, rest, e8m0_number(bytes[width + whole]), out + whole * MX_GROUP);
 }
 
 // Numbers of an FP8 latent row [rank codes | fp32 scale a tile | rope in bf16].
@@ -67,16 +106,15 @@ template <typename T>
 LP_INLINE void decode_fp8_row(const uint8_t* bytes, int64_t rank, int64_t rope, T* out) {
     const int64_t num_tiles = (rank + LATENT_TILE - 1) / LATENT_TILE;
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
-        float number;
-        std::memcpy(&number, bytes + rank + 4 * tile, 4);
-        const Vec scale = splat(number);
+        float scale;
+        std::memcpy(&scale, bytes + rank + 4 * tile, 4);
         const int64_t begin = tile * LATENT_TILE, size = rank - begin < LATENT_TILE ? rank - begin : LATENT_TILE;
-        for_each_vector(size, [&](int64_t i, int count) {
-            store_some(out + begin + i, e4m3_numbers(load_bytes(bytes + begin + i, count)) * scale, count);
-        });
+        decode_codes(bytes + begin, size, scale, out + begin);
     }
     const auto* tail = reinterpret_cast<const c10::BFloat16*>(bytes + rank + 4 * num_tiles);
-    for_each_vector(rope, [&](int64_t i, int count) { store_some(out + rank + i, load_some(tail + i, count), count); });
+    if constexpr (std::is_same_v<T, c10::BFloat16>) std::memcpy(static_cast<void*>(out + rank), tail, rope * sizeof(T));
+    else
+        for_each_vector(rope, [&](int64_t i, int count) { store_some(out + rank + i, load_some(tail + i, count), count); });
 }
 
 // Rows of one job in the pages of a pool: uint8 [pages, rows a page, row bytes] and the physical page of each logical one.
