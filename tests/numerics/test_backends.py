@@ -9,6 +9,7 @@ import pytest
 
 from longprefill.kernels import backends, contracts
 from longprefill.kernels.backends import OPS, Backend, describe, resolve
+from longprefill.kernels.native.library import refusal
 
 PROTOCOLS = {
     "kda": contracts.KdaKernels,
@@ -47,7 +48,8 @@ def test_every_backend_has_the_functions_of_its_protocol(op: str, name: str) -> 
 
 def test_the_best_available_backend_is_taken() -> None:
     table = resolve("cpu")
-    assert module_name(table.indexer) == "longprefill.kernels.dsa.plain"
+    best = "plain" if refusal("cpu") else "cpu"
+    assert module_name(table.indexer) == f"longprefill.kernels.dsa.{best}"
     mixed = resolve("cpu", {"mla": "reference"})
     assert module_name(mixed.mla) == "longprefill.kernels.mla.reference"
     assert mixed.moe is table.moe
@@ -56,13 +58,13 @@ def test_the_best_available_backend_is_taken() -> None:
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="no op is called attention: override one of kda, conv, indexer"):
         resolve("cpu", {"attention": "plain"})
-    with pytest.raises(ValueError, match="mla has no backend 'fast': use one of plain, reference"):
+    with pytest.raises(ValueError, match="mla has no backend 'fast': use one of cpu, plain, reference"):
         resolve("cpu", {"mla": "fast"})
 
 
 def test_a_refusal_passes_to_the_next_backend_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     picky = Backend("picky", "longprefill.kernels.mla.missing", lambda device: f"needs a unicorn, not {device}")
-    monkeypatch.setitem(backends._BACKENDS, "mla", (picky, *backends._BACKENDS["mla"]))
+    monkeypatch.setitem(backends._BACKENDS, "mla", (picky, *backends._BACKENDS["mla"][1:]))
     assert module_name(resolve("cpu").mla) == "longprefill.kernels.mla.plain"
     rows = [row for row in describe("cpu") if row.op == "mla"]
     assert [(row.backend, row.available) for row in rows] == [("picky", False), ("plain", True), ("reference", True)]

@@ -16,10 +16,17 @@ from hypothesis import strategies as st
 from longprefill.kernels.dsa import plain, reference
 from longprefill.kernels.quant.formats import Bf16Rows, Fp32Rows, Mxfp8Rows
 
+from .compiled import compiled_backends
 from .dsa_cases import make_generator, paged, true_scores
 from .tolerances_dsa import assert_close, assert_selection
 
-BACKENDS = [pytest.param(reference, id="reference"), pytest.param(plain, id="plain")]
+BACKENDS = [
+    pytest.param(reference, id="reference"),
+    pytest.param(plain, id="plain"),
+    *compiled_backends("dsa"),
+]
+BLOCKED = BACKENDS[1:]
+"""The reference is too slow for thousands of keys."""
 TOPK = 8
 
 
@@ -58,7 +65,8 @@ def test_exact_scores_give_the_exact_set(backend: Any, start: int, num_queries: 
     assert torch.equal(actual, brute_force(true_scores(q_TIX, w_TI, keys), start, TOPK))
 
 
-@settings(max_examples=40)
+@pytest.mark.parametrize("backend", BLOCKED)
+@settings(max_examples=25)
 @given(
     num_queries=st.integers(0, 40),
     start=st.integers(0, 3000),
@@ -68,45 +76,48 @@ def test_exact_scores_give_the_exact_set(backend: Any, start: int, num_queries: 
     seed=st.integers(0, 1 << 30),
 )
 def test_exact_scores_give_the_exact_set_for_any_shape(
-    num_queries: int, start: int, topk: int, heads: int, width: int, seed: int
+    backend: Any, num_queries: int, start: int, topk: int, heads: int, width: int, seed: int
 ) -> None:
     q_TIX, w_TI, k_LX = whole_numbers(num_queries, start + num_queries, heads=heads, width=width, seed=seed)
     keys = paged(k_LX)
-    actual = plain.select(q_TIX, w_TI, keys, start=start, topk=topk)
+    actual = backend.select(q_TIX, w_TI, keys, start=start, topk=topk)
     assert torch.equal(actual, brute_force(true_scores(q_TIX, w_TI, keys), start, topk))
 
 
+@pytest.mark.parametrize("backend", BLOCKED)
 @settings(max_examples=10)
 @given(cuts=st.lists(st.integers(0, 300), max_size=4), seed=st.integers(0, 1 << 30))
-def test_any_cut_of_the_queries_gives_the_same_sets(cuts: list[int], seed: int) -> None:
+def test_any_cut_of_the_queries_gives_the_same_sets(backend: Any, cuts: list[int], seed: int) -> None:
     q_TIX, w_TI, k_LX = whole_numbers(300, 1500, seed=seed)
     keys = paged(k_LX)
     bounds = [0, *sorted(cuts), 300]
-    parts = [plain.select(q_TIX[a:b], w_TI[a:b], keys, start=1200 + a, topk=64) for a, b in pairwise(bounds)]
-    assert torch.equal(torch.cat(parts), plain.select(q_TIX, w_TI, keys, start=1200, topk=64))
+    parts = [backend.select(q_TIX[a:b], w_TI[a:b], keys, start=1200 + a, topk=64) for a, b in pairwise(bounds)]
+    assert torch.equal(torch.cat(parts), backend.select(q_TIX, w_TI, keys, start=1200, topk=64))
 
 
+@pytest.mark.parametrize("backend", BLOCKED)
 @pytest.mark.parametrize(
     "row_format", [Fp32Rows(32), Bf16Rows(32), Mxfp8Rows(32), Mxfp8Rows(32, "floor")], ids=lambda f: f.name
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_selection_reads_the_numbers_that_the_cache_holds(row_format: Any, dtype: torch.dtype) -> None:
+def test_selection_reads_the_numbers_that_the_cache_holds(backend: Any, row_format: Any, dtype: torch.dtype) -> None:
     q_TIX, w_TI, k_LX = gaussian(150, 3000)
     q_TIX, w_TI = q_TIX.to(dtype), w_TI.to(dtype)
     keys = paged(k_LX, row_format)
-    chosen = plain.select(q_TIX, w_TI, keys, start=2850, topk=48)
+    chosen = backend.select(q_TIX, w_TI, keys, start=2850, topk=48)
     assert_selection(chosen, true_scores(q_TIX, w_TI, keys), visible_T=list(range(2851, 3001)))
 
 
+@pytest.mark.parametrize("backend", BLOCKED)
 @pytest.mark.parametrize("order", ["random", "rising", "falling"])
-def test_many_panels(order: str) -> None:
+def test_many_panels(backend: Any, order: str) -> None:
     q_TIX, w_TI, k_LX = gaussian(20, 40_000, heads=16, width=8)
     if order != "random":
         trend_L = torch.linspace(0.1, 1, 40_000)
         q_TIX, w_TI = q_TIX.abs(), w_TI.abs()
         k_LX = k_LX.abs() * (trend_L if order == "rising" else trend_L.flip(0))[:, None]
     keys = paged(k_LX)
-    chosen = plain.select(q_TIX, w_TI, keys, start=39_980, topk=40)
+    chosen = backend.select(q_TIX, w_TI, keys, start=39_980, topk=40)
     assert_selection(chosen, true_scores(q_TIX, w_TI, keys), visible_T=list(range(39_981, 40_001)))
 
 
@@ -150,11 +161,12 @@ def test_negative_zero_ties_with_zero(backend: Any) -> None:
     assert backend.select(q_TIX, w_TI, paged(k_LX), start=599, topk=5).tolist() == [[0, 1, 2, 3, 4]]
 
 
-def test_equal_keys_far_apart_are_taken_lowest_first() -> None:
+@pytest.mark.parametrize("backend", BLOCKED)
+def test_equal_keys_far_apart_are_taken_lowest_first(backend: Any) -> None:
     q_TIX, w_TI, k_LX = gaussian(40, 5000)
     k_LX[torch.arange(13, 5000, 31)] = k_LX[13].clone()
     keys = paged(k_LX)
-    chosen = plain.select(q_TIX, w_TI, keys, start=4960, topk=100)
+    chosen = backend.select(q_TIX, w_TI, keys, start=4960, topk=100)
     for row in chosen.tolist():
         copies = [s for s in row if s % 31 == 13]
         assert copies == [13 + 31 * n for n in range(len(copies))]
@@ -207,6 +219,33 @@ def test_negative_gates_only(backend: Any) -> None:
     assert torch.equal(actual, brute_force(true_scores(q_TIX, w_TI, keys), 600, 16))
 
 
+@pytest.mark.parametrize("backend", BLOCKED)
+@pytest.mark.parametrize("row_format", [Bf16Rows(16), Mxfp8Rows(16)], ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_keys_that_are_not_finite_in_narrow_formats(
+    backend: Any, row_format: Any, dtype: torch.dtype, broken: float
+) -> None:
+    q_TIX, w_TI, k_LX = whole_numbers(5, 705, seed=4)
+    q_TIX[0] = q_TIX[0].abs() + 1  # inf for all heads of this query, not only NaN from inf - inf
+    k_LX[[3, 90, 640], 5] = broken
+    keys = paged(k_LX, row_format)
+    actual = backend.select(q_TIX.to(dtype), w_TI, keys, start=700, topk=50)
+    assert torch.equal(actual, brute_force(true_scores(q_TIX, w_TI, keys), 700, 50))
+
+
+@pytest.mark.parametrize("backend", BLOCKED)
+@pytest.mark.parametrize("row_format", [Bf16Rows(64), Mxfp8Rows(64)], ids=lambda f: f.name)
+def test_fp32_queries_keep_their_precision_in_narrow_formats(backend: Any, row_format: Any) -> None:
+    generator = make_generator(11)
+    q_TIX, w_TI = torch.randn(6, 4, 64, generator=generator), torch.ones(6, 4)
+    # All keys score nearly alike: bf16 queries would choose by their rounding.
+    k_LX = torch.ones(4000, 64) + torch.randint(0, 2, (4000, 64), generator=generator) / 64
+    keys = paged(k_LX, row_format)
+    chosen = backend.select(q_TIX, w_TI, keys, start=3994, topk=200)
+    assert_selection(chosen, true_scores(q_TIX, w_TI, keys), visible_T=list(range(3995, 4001)))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_scores(backend: Any, dtype: torch.dtype) -> None:
@@ -221,30 +260,33 @@ def test_scores(backend: Any, dtype: torch.dtype) -> None:
     assert_close(actual[~is_none_TS], expected[~is_none_TS], op="indexer.scores")
 
 
-def test_scores_of_a_nan_key_are_minus_infinity() -> None:
+@pytest.mark.parametrize("backend", BLOCKED)
+def test_scores_of_a_nan_key_are_minus_infinity(backend: Any) -> None:
     q_TIX, w_TI, k_LX = gaussian(2, 10)
     k_LX[3] = torch.nan
-    actual = plain.scores(q_TIX, w_TI, paged(k_LX), torch.tensor([[2, 3], [3, 4]]))
+    actual = backend.scores(q_TIX, w_TI, paged(k_LX), torch.tensor([[2, 3], [3, 4]]))
     assert actual.isneginf().tolist() == [[False, True], [True, False]]
 
 
-def test_inputs_stay_as_they_are() -> None:
+@pytest.mark.parametrize("backend", BLOCKED)
+def test_inputs_stay_as_they_are(backend: Any) -> None:
     q_TIX, w_TI, k_LX = gaussian(40, 900)
     keys = paged(k_LX)
     before = [x.clone() for x in (q_TIX, w_TI, keys.pages_NPB)]
-    plain.select(q_TIX, w_TI, keys, start=860, topk=16)
-    plain.scores(q_TIX, w_TI, keys, torch.zeros(40, 2, dtype=torch.int32))
+    backend.select(q_TIX, w_TI, keys, start=860, topk=16)
+    backend.scores(q_TIX, w_TI, keys, torch.zeros(40, 2, dtype=torch.int32))
     assert all(torch.equal(a, b) for a, b in zip(before, (q_TIX, w_TI, keys.pages_NPB), strict=True))
 
 
-def test_refusals() -> None:
+@pytest.mark.parametrize("backend", BLOCKED)
+def test_refusals(backend: Any) -> None:
     q_TIX, w_TI, k_LX = gaussian(4, 10)
     keys = paged(k_LX)
     with pytest.raises(ValueError, match="10 cached keys, but the last query sees 11"):
-        plain.select(q_TIX, w_TI, keys, start=7, topk=4)
+        backend.select(q_TIX, w_TI, keys, start=7, topk=4)
     with pytest.raises(ValueError, match="topk=0"):
-        plain.select(q_TIX, w_TI, keys, start=0, topk=0)
+        backend.select(q_TIX, w_TI, keys, start=0, topk=0)
     with pytest.raises(ValueError, match="keys 32 wide"):
-        plain.select(q_TIX[..., :8], w_TI, keys, start=0, topk=4)
+        backend.select(q_TIX[..., :8], w_TI, keys, start=0, topk=4)
     with pytest.raises(ValueError, match="position 10 of 10"):
-        plain.scores(q_TIX, w_TI, keys, torch.full((4, 1), 10))
+        backend.scores(q_TIX, w_TI, keys, torch.full((4, 1), 10))

@@ -16,10 +16,15 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
 
 from longprefill.kernels.dsa import plain, reference
 
+from .compiled import compiled_backends
 from .dsa_cases import make_generator, paged, randomize, true_scores
 from .tolerances_dsa import assert_close
 
-BACKENDS = [pytest.param(reference, id="reference"), pytest.param(plain, id="plain")]
+BACKENDS = [
+    pytest.param(reference, id="reference"),
+    pytest.param(plain, id="plain"),
+    *compiled_backends("dsa"),
+]
 
 
 def brute_force(scores_TN: torch.Tensor, start: int, topk: int, pool: int) -> torch.Tensor:
@@ -33,7 +38,8 @@ def brute_force(scores_TN: torch.Tensor, start: int, topk: int, pool: int) -> to
     return torch.tensor(rows, dtype=torch.int32).reshape(len(scores_TN), topk + pool - 1)
 
 
-@settings(max_examples=40)
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=25)
 @given(
     num_queries=st.integers(0, 30),
     start=st.integers(0, 2500),
@@ -41,15 +47,16 @@ def brute_force(scores_TN: torch.Tensor, start: int, topk: int, pool: int) -> to
     pool=st.integers(1, 9),
     seed=st.integers(0, 1 << 30),
 )
-def test_any_shape_against_brute_force(num_queries: int, start: int, topk: int, pool: int, seed: int) -> None:
+def test_any_shape_against_brute_force(
+    backend: Any, num_queries: int, start: int, topk: int, pool: int, seed: int
+) -> None:
     generator = make_generator(seed)
     q_TIX = torch.randint(-2, 3, (num_queries, 16, 8), generator=generator).float()
     w_TI = torch.randint(-3, 4, (num_queries, 16), generator=generator).float()
     pooled = paged(torch.randint(-1, 2, ((start + num_queries) // pool, 8), generator=generator).float())
     expected = brute_force(true_scores(q_TIX, w_TI, pooled), start, topk, pool)
-    for backend in (plain, reference):
-        actual = backend.select_pooled(q_TIX, w_TI, pooled, start=start, topk=topk, pool=pool)
-        assert torch.equal(actual, expected)
+    actual = backend.select_pooled(q_TIX, w_TI, pooled, start=start, topk=topk, pool=pool)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -15,10 +15,16 @@ from hypothesis import strategies as st
 from longprefill.kernels.mla import plain, reference
 from longprefill.kernels.quant.formats import Bf16Rows, Fp8LatentRows, Fp32Rows
 
+from .compiled import compiled_backends
 from .dsa_cases import make_generator, paged
 from .tolerances_dsa import assert_close
 
-BACKENDS = [pytest.param(reference, id="reference"), pytest.param(plain, id="plain")]
+BACKENDS = [
+    pytest.param(reference, id="reference"),
+    pytest.param(plain, id="plain"),
+    *compiled_backends("mla"),
+]
+BLOCKED = BACKENDS[1:]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 RANK, ROPE, NOPE, VALUE = 24, 8, 12, 20
 SCALE = 0.31
@@ -45,21 +51,23 @@ def weights(num_heads: int, dtype: torch.dtype, seed: int = 9) -> tuple[torch.Te
     return w_uk_HNR.to(dtype), w_uv_HVR.to(dtype)
 
 
+@pytest.mark.parametrize("backend", BLOCKED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("start", [0, 1, 63, 64, 65, 900])
 @pytest.mark.parametrize("num_queries", [1, 5, 70])
-def test_sparse_against_the_formula(dtype: torch.dtype, start: int, num_queries: int) -> None:
+def test_sparse_against_the_formula(backend: Any, dtype: torch.dtype, start: int, num_queries: int) -> None:
     rows = paged(make_rows(start + num_queries), Bf16Rows(RANK + ROPE) if dtype == torch.bfloat16 else None)
     generator = make_generator(1)
     q_THL = torch.randn(num_queries, 3, RANK + ROPE, generator=generator).to(dtype)
     indices_TS = choose(num_queries, start, 16, generator)
-    actual = plain.sparse(q_THL, rows, indices_TS, scale=SCALE, latent_rank=RANK)
+    actual = backend.sparse(q_THL, rows, indices_TS, scale=SCALE, latent_rank=RANK)
     expected = reference.sparse(q_THL.double(), rows, indices_TS, scale=SCALE, latent_rank=RANK)
     assert actual.dtype == dtype
     assert_close(actual, expected, op="mla.sparse")
 
 
-@settings(max_examples=25)
+@pytest.mark.parametrize("backend", BLOCKED)
+@settings(max_examples=20)
 @given(
     num_queries=st.integers(0, 40),
     start=st.integers(0, 200),
@@ -70,7 +78,7 @@ def test_sparse_against_the_formula(dtype: torch.dtype, start: int, num_queries:
     seed=st.integers(0, 1 << 30),
 )
 def test_sparse_of_any_shape_and_format(
-    num_queries: int, start: int, places: int, heads: int, format_name: str, gather_rows: int, seed: int
+    backend: Any, num_queries: int, start: int, places: int, heads: int, format_name: str, gather_rows: int, seed: int
 ) -> None:
     row_format = {"fp32": Fp32Rows(32), "bf16": Bf16Rows(32), "fp8": Fp8LatentRows(RANK, ROPE)}[format_name]
     rows = paged(make_rows(start + num_queries, seed), row_format)
@@ -79,7 +87,7 @@ def test_sparse_of_any_shape_and_format(
     indices_TS = choose(num_queries, start, places, generator)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plain, "GATHER_BYTES", gather_rows * (RANK + ROPE) * 4)
-        actual = plain.sparse(q_THL, rows, indices_TS, scale=SCALE, latent_rank=RANK)
+        actual = backend.sparse(q_THL, rows, indices_TS, scale=SCALE, latent_rank=RANK)
     expected = reference.sparse(q_THL.double(), rows, indices_TS, scale=SCALE, latent_rank=RANK)
     assert_close(actual, expected, op="mla.sparse")
 
@@ -133,29 +141,32 @@ def test_nan_rows_reach_only_queries_that_select_them(backend: Any, dtype: torch
     assert torch.equal(hit[[0, 1, 2, 3, 4, 6, 7]], expected[[0, 1, 2, 3, 4, 6, 7]])
 
 
-def test_order_of_the_places_does_not_matter() -> None:
+@pytest.mark.parametrize("backend", BLOCKED)
+def test_order_of_the_places_does_not_matter(backend: Any) -> None:
     generator = make_generator(5)
     rows = paged(make_rows(300))
     q_THL = torch.randn(20, 3, RANK + ROPE, generator=generator)
     indices_TS = choose(20, 280, 32, generator)
     mixed_TS = indices_TS[:, torch.randperm(32, generator=generator)]
-    first = plain.sparse(q_THL, rows, indices_TS, scale=SCALE, latent_rank=RANK)
-    assert_close(plain.sparse(q_THL, rows, mixed_TS, scale=SCALE, latent_rank=RANK), first, op="mla.sparse")
+    first = backend.sparse(q_THL, rows, indices_TS, scale=SCALE, latent_rank=RANK)
+    assert_close(backend.sparse(q_THL, rows, mixed_TS, scale=SCALE, latent_rank=RANK), first, op="mla.sparse")
 
 
+@pytest.mark.parametrize("backend", BLOCKED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("start", [0, 1, 63, 64, 65, 600])
 @pytest.mark.parametrize("num_queries", [1, 7, 130])
-def test_dense_against_the_formula(dtype: torch.dtype, start: int, num_queries: int) -> None:
+def test_dense_against_the_formula(backend: Any, dtype: torch.dtype, start: int, num_queries: int) -> None:
     rows = paged(make_rows(start + num_queries), Bf16Rows(RANK + ROPE) if dtype == torch.bfloat16 else None)
     q_THQ = torch.randn(num_queries, 3, NOPE + ROPE, generator=make_generator(6)).to(dtype)
     w_uk_HNR, w_uv_HVR = weights(3, dtype)
-    actual = plain.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=SCALE)
+    actual = backend.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=SCALE)
     expected = reference.dense(q_THQ.double(), rows, w_uk_HNR.double(), w_uv_HVR.double(), start=start, scale=SCALE)
     assert actual.dtype == dtype
     assert_close(actual, expected, op="mla.dense")
 
 
+@pytest.mark.parametrize("backend", BLOCKED)
 @settings(max_examples=25)
 @given(
     num_queries=st.integers(0, 60),
@@ -166,7 +177,7 @@ def test_dense_against_the_formula(dtype: torch.dtype, start: int, num_queries: 
     seed=st.integers(0, 1 << 30),
 )
 def test_dense_of_any_shape_and_block(
-    num_queries: int, start: int, key_block: int, query_block: int, dtype: torch.dtype, seed: int
+    backend: Any, num_queries: int, start: int, key_block: int, query_block: int, dtype: torch.dtype, seed: int
 ) -> None:
     rows = paged(make_rows(start + num_queries, seed), Bf16Rows(RANK + ROPE))
     q_THQ = torch.randn(num_queries, 2, NOPE + ROPE, generator=make_generator(seed)).to(dtype)
@@ -174,16 +185,17 @@ def test_dense_of_any_shape_and_block(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plain, "KEY_BLOCK", key_block)
         patch.setattr(plain, "QUERY_BLOCK", query_block)
-        actual = plain.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=SCALE)
+        actual = backend.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=SCALE)
     expected = reference.dense(q_THQ.double(), rows, w_uk_HNR.double(), w_uv_HVR.double(), start=start, scale=SCALE)
     assert_close(actual, expected, op="mla.dense")
 
 
-def test_dense_stays_finite_at_large_logits() -> None:
+@pytest.mark.parametrize("backend", BLOCKED)
+def test_dense_stays_finite_at_large_logits(backend: Any) -> None:
     rows = paged(make_rows(700) * 40)
     q_THQ = torch.randn(100, 3, NOPE + ROPE, generator=make_generator(7)) * 40
     w_uk_HNR, w_uv_HVR = weights(3, torch.float32)
-    actual = plain.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=600, scale=1.0)
+    actual = backend.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=600, scale=1.0)
     expected = reference.dense(q_THQ.double(), rows, w_uk_HNR, w_uv_HVR, start=600, scale=1.0)
     # Logits of some thousands: their fp32 rounding, times the logit, is the error of a weight.
     assert torch.isfinite(actual).all()
@@ -201,8 +213,9 @@ def test_no_queries(backend: Any, dtype: torch.dtype, start: int) -> None:
     assert backend.sparse(q_THL, rows, indices_TS, scale=SCALE, latent_rank=RANK).shape == (0, 3, RANK)
 
 
+@pytest.mark.parametrize("backend", BLOCKED)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dense_equals_sparse_over_everything_visible(dtype: torch.dtype) -> None:
+def test_dense_equals_sparse_over_everything_visible(backend: Any, dtype: torch.dtype) -> None:
     num_queries, start = 66, 70
     rows = paged(make_rows(start + num_queries), Bf16Rows(RANK + ROPE))
     q_THQ = torch.randn(num_queries, 3, NOPE + ROPE, generator=make_generator(8)).to(dtype)
@@ -211,26 +224,28 @@ def test_dense_equals_sparse_over_everything_visible(dtype: torch.dtype) -> None
     q_THL = torch.cat([absorbed_THR.to(dtype), q_THQ[..., NOPE:]], dim=-1)
     columns_S = torch.arange(start + num_queries, dtype=torch.int32)
     indices_TS = torch.where(columns_S <= start + torch.arange(num_queries)[:, None], columns_S, -1)
-    latent_THR = plain.sparse(q_THL, rows, indices_TS, scale=SCALE, latent_rank=RANK)
+    latent_THR = backend.sparse(q_THL, rows, indices_TS, scale=SCALE, latent_rank=RANK)
     sparse_THV = torch.einsum("thr,hvr->thv", latent_THR.double(), w_uv_HVR.double())
-    dense_THV = plain.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=SCALE)
+    dense_THV = backend.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=SCALE)
     assert_close(dense_THV, sparse_THV, op="mla.dense")
 
 
+@pytest.mark.parametrize("backend", BLOCKED)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dense_lets_a_nan_row_reach_only_later_queries(dtype: torch.dtype) -> None:
+def test_dense_lets_a_nan_row_reach_only_later_queries(backend: Any, dtype: torch.dtype) -> None:
     clean = make_rows(90)
     broken = clean.clone()
     broken[75] = torch.nan
     q_THQ = torch.randn(40, 3, NOPE + ROPE, generator=make_generator(10)).to(dtype)
     w_uk_HNR, w_uv_HVR = weights(3, dtype)
-    expected = plain.dense(q_THQ, paged(clean), w_uk_HNR, w_uv_HVR, start=50, scale=SCALE)
-    actual = plain.dense(q_THQ, paged(broken), w_uk_HNR, w_uv_HVR, start=50, scale=SCALE)
+    expected = backend.dense(q_THQ, paged(clean), w_uk_HNR, w_uv_HVR, start=50, scale=SCALE)
+    actual = backend.dense(q_THQ, paged(broken), w_uk_HNR, w_uv_HVR, start=50, scale=SCALE)
     assert bool(actual[25:].isnan().all())
     assert_close(actual[:25], expected[:25].double(), op="mla.dense")
 
 
-def test_inputs_stay_as_they_are() -> None:
+@pytest.mark.parametrize("backend", BLOCKED)
+def test_inputs_stay_as_they_are(backend: Any) -> None:
     rows = paged(make_rows(90))
     generator = make_generator(11)
     q_THL = torch.randn(20, 3, RANK + ROPE, generator=generator)
@@ -239,20 +254,21 @@ def test_inputs_stay_as_they_are() -> None:
     w_uk_HNR, w_uv_HVR = weights(3, torch.float32)
     tensors = (rows.pages_NPB, q_THL, q_THQ, indices_TS, w_uk_HNR, w_uv_HVR)
     before = [x.clone() for x in tensors]
-    plain.sparse(q_THL, rows, indices_TS, scale=SCALE, latent_rank=RANK)
-    plain.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=70, scale=SCALE)
+    backend.sparse(q_THL, rows, indices_TS, scale=SCALE, latent_rank=RANK)
+    backend.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=70, scale=SCALE)
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
 
 
-def test_refusals() -> None:
+@pytest.mark.parametrize("backend", BLOCKED)
+def test_refusals(backend: Any) -> None:
     rows = paged(make_rows(10))
     q_THL, indices_TS = torch.zeros(2, 3, RANK + ROPE), torch.zeros(2, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match="rows 32 wide"):
-        plain.sparse(q_THL[..., :8], rows, indices_TS, scale=1.0, latent_rank=4)
+        backend.sparse(q_THL[..., :8], rows, indices_TS, scale=1.0, latent_rank=4)
     with pytest.raises(ValueError, match="index 10 of 10 cached rows"):
-        plain.sparse(q_THL, rows, indices_TS + 10, scale=1.0, latent_rank=RANK)
+        backend.sparse(q_THL, rows, indices_TS + 10, scale=1.0, latent_rank=RANK)
     w_uk_HNR, w_uv_HVR = weights(3, torch.float32)
     with pytest.raises(ValueError, match="10 cached rows, but the last query sees 11"):
-        plain.dense(torch.zeros(2, 3, NOPE + ROPE), rows, w_uk_HNR, w_uv_HVR, start=9, scale=1.0)
+        backend.dense(torch.zeros(2, 3, NOPE + ROPE), rows, w_uk_HNR, w_uv_HVR, start=9, scale=1.0)
     with pytest.raises(ValueError, match=r"give q \[T, H, N \+ P\]"):
-        plain.dense(torch.zeros(2, 3, NOPE), rows, w_uk_HNR, w_uv_HVR, start=0, scale=1.0)
+        backend.dense(torch.zeros(2, 3, NOPE), rows, w_uk_HNR, w_uv_HVR, start=0, scale=1.0)

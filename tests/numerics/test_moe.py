@@ -19,10 +19,15 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearMoE
 from longprefill.kernels.contracts import Routing
 from longprefill.kernels.moe import plain, reference
 
+from .compiled import compiled_backends
 from .dsa_cases import make_generator, randomize
 from .tolerances_dsa import assert_close
 
-BACKENDS = [pytest.param(reference, id="reference"), pytest.param(plain, id="plain")]
+BACKENDS = [
+    pytest.param(reference, id="reference"),
+    pytest.param(plain, id="plain"),
+    *compiled_backends("moe"),
+]
 
 
 def route(backend: Any, logits_TE: torch.Tensor, bias_E: torch.Tensor | None = None, **changes: Any) -> Routing:
@@ -92,9 +97,10 @@ def test_groups_compete_by_the_sum_of_their_two_best(backend: Any) -> None:
     assert routing.expert_TA.tolist() == [[3, 4]]
 
 
-@settings(max_examples=25)
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@settings(max_examples=20)
 @given(
-    num_tokens=st.integers(0, 40),
+    num_tokens=st.integers(0, 200),
     num_experts=st.integers(1, 9),
     topk=st.integers(1, 3),
     activation=st.sampled_from(["silu", "gelu"]),
@@ -102,7 +108,7 @@ def test_groups_compete_by_the_sum_of_their_two_best(backend: Any) -> None:
     seed=st.integers(0, 1 << 30),
 )
 def test_experts_against_the_formula(
-    num_tokens: int, num_experts: int, topk: int, activation: str, dtype: torch.dtype, seed: int
+    backend: Any, num_tokens: int, num_experts: int, topk: int, activation: str, dtype: torch.dtype, seed: int
 ) -> None:
     generator = make_generator(seed)
     topk = min(topk, num_experts)
@@ -112,21 +118,23 @@ def test_experts_against_the_formula(
     elsewhere_TA = torch.rand(expert_TA.shape, generator=generator) < 0.2
     routing = Routing(expert_TA.masked_fill(elsewhere_TA, -1), torch.rand(expert_TA.shape, generator=generator))
     gate_up, down = expert_weights(num_experts, 24, 20, dtype)
-    actual = plain.experts(x_TD, routing, gate_up, down, activation=activation)
+    actual = backend.experts(x_TD, routing, gate_up, down, activation=activation)
     expected = reference.experts(x_TD.double(), routing, gate_up.double(), down.double(), activation=activation)
     assert actual.dtype == dtype
     assert_close(actual, expected, op="moe")
 
 
-def test_order_of_the_slots_changes_no_bit() -> None:
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_order_of_the_slots_changes_no_bit(backend: Any, dtype: torch.dtype) -> None:
     generator = make_generator(2)
-    x_TD = torch.randn(50, 24, generator=generator)
+    x_TD = torch.randn(50, 24, generator=generator).to(dtype)
     routing = route(plain, torch.randn(50, 12, generator=generator))
-    gate_up, down = expert_weights(12, 24, 20)
+    gate_up, down = expert_weights(12, 24, 20, dtype)
     mixed = torch.tensor([2, 0, 3, 1])
     reordered = Routing(routing.expert_TA[:, mixed], routing.weight_TA[:, mixed])
-    first = plain.experts(x_TD, routing, gate_up, down, activation="silu")
-    assert torch.equal(plain.experts(x_TD, reordered, gate_up, down, activation="silu"), first)
+    first = backend.experts(x_TD, routing, gate_up, down, activation="silu")
+    assert torch.equal(backend.experts(x_TD, reordered, gate_up, down, activation="silu"), first)
 
 
 def test_sum_runs_in_ascending_expert_order() -> None:
@@ -204,3 +212,20 @@ def test_clamped_gates_as_glm5_next_has_them(backend: Any) -> None:
     assert_close(actual_TD, expected_TD.double(), op="moe")
     unclamped_TD = backend.experts(x_TD, routing, gate_up_EJD, down_EDF, activation="silu")
     assert (unclamped_TD - expected_TD).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 63), (1056, 130), (72, 64)])
+@pytest.mark.parametrize("clamp", [None, 0.4])
+def test_bf16_experts_of_odd_widths_and_many_tokens(backend: Any, hidden: int, inner: int, clamp: float | None) -> None:
+    generator = make_generator(6)
+    x_TD = torch.randn(300, hidden, generator=generator).bfloat16()
+    routing = Routing(torch.randint(-1, 2, (300, 1), generator=generator), torch.rand(300, 1, generator=generator))
+    gate_up, down = expert_weights(2, hidden, inner, torch.bfloat16)
+    arguments = {"activation": "silu", "clamp": clamp}
+    actual = backend.experts(x_TD, routing, gate_up, down, **arguments, out_dtype=torch.float32)
+    expected = reference.experts(x_TD.double(), routing, gate_up.double(), down.double(), **arguments)
+    assert actual.dtype == torch.float32
+    assert_close(actual.bfloat16(), expected, op="moe")
+    unrouted = routing.expert_TA[:, 0] < 0
+    assert bool((actual[unrouted] == 0).all())

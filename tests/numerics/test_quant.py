@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from longprefill.kernels.quant.formats import FORMAT_NAMES, Bf16Rows, Fp8LatentRows, Fp32Rows, Mxfp8Rows, make_format
 
+from .compiled import compiled_backends
 from .dsa_cases import make_generator
 
 E4M3_VALUES = [
@@ -28,6 +30,15 @@ E4M3_VALUES = [
 """The finite E4M3 numbers by code, from the format's definition."""
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 FP32_MAX = torch.finfo(torch.float32).max
+
+
+QUANTIZED = [
+    pytest.param(row_format, id=f"{row_format.name}-{row_format.width}")
+    for row_format in [
+        *(Mxfp8Rows(width, rounding) for width in (1, 40, 128, 200) for rounding in ("up", "floor")),
+        *(Fp8LatentRows(*sizes) for sizes in ((1, 0), (40, 7), (128, 64), (200, 30), (512, 64))),
+    ]
+]
 
 
 def nearest_code(value: Fraction, is_negative: bool) -> int:
@@ -271,3 +282,77 @@ def test_refusals() -> None:
         Mxfp8Rows(8).decode(torch.zeros(2, 8, dtype=torch.uint8), torch.float32)
     with pytest.raises(ValueError, match="round 'up' or by 'floor'"):
         Mxfp8Rows(8, "even")  # pyright: ignore[reportArgumentType]
+
+
+def special_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Any bit pattern, all magnitudes, ties, subnormal groups, zeros, and rows of one number apart from the rest."""
+    generator = make_generator(12)
+    shape = (400, width)
+    bits = torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32).view(torch.float32)
+    powers = torch.randint(-140, 128, (400, 1), generator=generator).float().exp2()
+    ties = (
+        torch.randint(-512, 512, shape, generator=generator) / torch.randint(1, 9, (400, 1), generator=generator).exp2()
+    )
+    tiny = torch.randn(shape, generator=generator) * 2.0**-140
+    zeros = torch.zeros(40, width)
+    zeros[::2] = -0.0
+    rows = [bits, torch.randn(shape, generator=generator) * powers, ties, tiny, zeros]
+    for number in (math.nan, math.inf, -math.inf, FP32_MAX, 1.75, 1.7500001, 448.0, 449.0, 2.0**-149):
+        alone = torch.zeros(2, width)
+        alone[0, width // 2] = number
+        alone[1] = number
+        rows.append(alone)
+    return torch.cat(rows).to(dtype)
+
+
+def assert_same_numbers(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+    assert torch.equal(actual.signbit() & ~actual.isnan(), expected.signbit() & ~expected.isnan())
+
+
+@pytest.mark.parametrize("codec", compiled_backends("quant"))
+@pytest.mark.parametrize("row_format", QUANTIZED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_codecs_have_the_bits_of_the_plain_ones(codec: Any, row_format: Any, dtype: torch.dtype) -> None:
+    rows_TW = special_rows(row_format.width, dtype)
+    expected = row_format.encode_plain(rows_TW)
+    if isinstance(row_format, Fp8LatentRows):
+        rank = row_format.latent_rank
+        actual = codec.encode_fp8(rows_TW, latent_rank=rank)
+        tail = row_format.row_bytes - 2 * row_format.rope_dim
+        assert torch.equal(actual[:, :tail], expected[:, :tail])
+        if row_format.rope_dim:  # the tail is bf16, whose NaN has many bit patterns
+            tails = [x[:, tail:].contiguous().view(torch.bfloat16) for x in (actual, expected)]
+            assert_same_numbers(*tails)
+        decode = partial(codec.decode_fp8, expected, width=row_format.width, latent_rank=rank)
+    else:
+        actual = codec.encode_mxfp8(rows_TW, rounds_up=row_format.rounding == "up")
+        assert torch.equal(actual, expected)
+        decode = partial(codec.decode_mxfp8, expected, width=row_format.width)
+    for to in (torch.float32, torch.bfloat16):
+        assert_same_numbers(decode(dtype=to), row_format.decode_plain(expected, to))
+
+
+@pytest.mark.parametrize("codec", compiled_backends("quant"))
+def test_compiled_decoders_read_every_code_under_every_scale(codec: Any) -> None:
+    codes_TW = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    scales_TN = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 8)
+    bytes_TB = torch.cat([codes_TW, scales_TN], dim=1)
+    for dtype in (torch.float32, torch.bfloat16):
+        actual = codec.decode_mxfp8(bytes_TB, width=256, dtype=dtype)
+        assert_same_numbers(actual, Mxfp8Rows(256).decode_plain(bytes_TB, dtype))
+
+
+@pytest.mark.parametrize("codec", compiled_backends("quant"))
+def test_compiled_codecs_take_strided_and_empty_rows(codec: Any) -> None:
+    wide_TW = torch.randn(9, 100, generator=make_generator(13))
+    row_format = Mxfp8Rows(40)
+    encoded = codec.encode_mxfp8(wide_TW[:, 7:47], rounds_up=True)
+    assert torch.equal(encoded, row_format.encode_plain(wide_TW[:, 7:47]))
+    padded = torch.zeros(9, 60, dtype=torch.uint8)
+    padded[:, 3:45] = encoded
+    decoded = codec.decode_mxfp8(padded[:, 3:45], width=40, dtype=torch.float32)
+    assert torch.equal(decoded, row_format.decode_plain(encoded, torch.float32))
+    assert codec.encode_mxfp8(wide_TW[:0, :40], rounds_up=False).shape == (0, 42)
