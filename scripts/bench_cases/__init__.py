@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from . import kda, residual
+from . import indexer, kda, mla, moe, quant, residual
 from .measure import Case
 
 CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     "kda_prefill": kda.prefill,
     "kda_summary": kda.summary,
     "kda_decode": kda.decode,
+    "indexer": indexer.bf16_keys,
+    "indexer_mxfp8": indexer.mxfp8_keys,
+    "sparse_mla": mla.bf16_rows,
+    "sparse_mla_fp8": mla.fp8_rows,
+    "moe": moe.experts,
+    "mxfp8_encode": quant.mxfp8_encode,
+    "mxfp8_decode": quant.mxfp8_decode,
+    "fp8_encode": quant.fp8_encode,
+    "fp8_decode": quant.fp8_decode,
     "attn_res": residual.attn_res,
 }

@@ -12,7 +12,7 @@ import torch
 
 from longprefill.kernels.native.library import active_isa
 
-SGEMM_SIZE = 2048
+GEMM_SIZE = 2048
 COPY_BYTES = 256 << 20
 
 
@@ -27,7 +27,8 @@ class Case:
     """From the formula, at the tile that it names; never what an implementation happens to do."""
     bytes: int
     """Compulsory traffic: every input once, every output once."""
-    bound: Literal["compute", "memory"]
+    bound: Literal["compute", "bf16", "memory"]
+    """The ceiling: sgemm, a bf16 matrix product, or memcpy."""
     peers: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
 
 
@@ -37,8 +38,7 @@ def measure(op: str, case: Case, *, repeats: int, threads: int) -> dict[str, Any
     torch.set_flush_denormal(True)
     case.check()
     clock = time.thread_time if threads == 1 else time.perf_counter
-    sgemm, copy = _ceilings()
-    sides = {"ours": case.run, "sgemm": sgemm, "memcpy": copy, **case.peers}
+    sides = {"ours": case.run, **_ceilings(case.bound), **case.peers}
     for run in sides.values():
         run()
     times: dict[str, list[float]] = {name: [] for name in sides}
@@ -48,7 +48,7 @@ def measure(op: str, case: Case, *, repeats: int, threads: int) -> dict[str, Any
             run()
             times[name].append(clock() - started)
     seconds = {name: statistics.median(values) for name, values in times.items()}
-    ceiling_gflops = 2 * SGEMM_SIZE**3 / seconds["sgemm"] / 1e9
+    ceiling_gflops = 2 * GEMM_SIZE**3 / seconds["gemm"] / 1e9
     ceiling_gbytes = 2 * COPY_BYTES / seconds["memcpy"] / 1e9
     gflops, gbytes = case.flops / seconds["ours"] / 1e9, case.bytes / seconds["ours"] / 1e9
     return {
@@ -65,7 +65,7 @@ def measure(op: str, case: Case, *, repeats: int, threads: int) -> dict[str, Any
         "bound": case.bound,
         "ceiling_gflops": ceiling_gflops,
         "ceiling_gbytes": ceiling_gbytes,
-        "ratio": gflops / ceiling_gflops if case.bound == "compute" else gbytes / ceiling_gbytes,
+        "ratio": gbytes / ceiling_gbytes if case.bound == "memory" else gflops / ceiling_gflops,
         "peers": {name: seconds[name] for name in case.peers},
     }
 
@@ -76,8 +76,10 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float)
     assert float(ratio) <= tolerance, f"wrong by {float(ratio):.1e} RMS, allowed {tolerance:.0e}: not timed"
 
 
-def _ceilings() -> tuple[Callable[[], Any], Callable[[], Any]]:
-    a, b = torch.randn(2, SGEMM_SIZE, SGEMM_SIZE).unbind()
-    product = torch.empty(SGEMM_SIZE, SGEMM_SIZE)
+def _ceilings(bound: str) -> dict[str, Callable[[], Any]]:
+    """`gemm` in fp32, or in bf16 where that is the ceiling, and `memcpy`."""
+    dtype = torch.bfloat16 if bound == "bf16" else torch.float32
+    a, b = torch.randn(2, GEMM_SIZE, GEMM_SIZE).to(dtype).unbind()
+    product = torch.empty(GEMM_SIZE, GEMM_SIZE, dtype=dtype)
     source, target = torch.ones(2, COPY_BYTES // 4).unbind()
-    return lambda: torch.mm(a, b, out=product), lambda: target.copy_(source)
+    return {"gemm": lambda: torch.mm(a, b, out=product), "memcpy": lambda: target.copy_(source)}
