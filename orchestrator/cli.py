@@ -143,8 +143,8 @@ def align(
     seed: Annotated[int, typer.Option(help="Of random prompts.")] = 0,
 ) -> None:
     """Compare a mesh's run with transformers or one rank, layer by layer; exit code 1 beyond the tolerance."""
-    from longprefill.orchestrator.align.command import AlignRequest
     from longprefill.orchestrator.align.command import align as run_alignment
+    from longprefill.orchestrator.align.request import AlignRequest
 
     signal.signal(signal.SIGTERM, _terminate)
     agrees = run_alignment(

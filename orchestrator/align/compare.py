@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -131,7 +132,7 @@ class _Comparison:
     def rows(self) -> Iterator[Row]:
         for layer, spec in enumerate(self.config.layers):
             is_kda = isinstance(spec.mixer, KdaConfig)
-            kind = "kda" if is_kda else "mla" if spec.mixer.selection is None else "dsa"
+            kind = _kind(spec.mixer)
             yield from self._activation(layer, kind, "mixer input", 0)
             names = ("conv", "state") if is_kda else ("latent", "index_key", "pool_key", "pool_gate")
             for name in names:
@@ -201,14 +202,14 @@ class _Comparison:
         self, layer: int, kind: str, what: str, expected: torch.Tensor, actual: torch.Tensor | None,
         reached_N: torch.Tensor, base: torch.Tensor | None,
     ) -> Row:  # fmt: skip
-        place = {"layer": layer if kind else None, "kind": kind, "what": what}
+        place: dict[str, Any] = {"layer": layer if kind else None, "kind": kind, "what": what}
         if actual is None or actual.shape != expected.shape:
             found = "nothing" if actual is None else f"shape {list(actual.shape)}"
             return Row(**place, rms=math.inf, worst=math.inf, allowed=self.tolerance, compared=0,
                        problem=f"{found} instead of shape {list(expected.shape)}")  # fmt: skip
         kept_N = ~reached_N
         e, a = expected[kept_N].double(), actual[kept_N].double()
-        counts = {"compared": int(kept_N.sum()), "excluded": int(reached_N.sum())}
+        counts: dict[str, Any] = {"compared": int(kept_N.sum()), "excluded": int(reached_N.sum())}
         if not bool(torch.isfinite(a).all()):
             return Row(**place, **counts, rms=math.inf, worst=math.inf, allowed=self.tolerance, problem="not finite")
         error, size = float((a - e).square().sum()), float(e.square().sum())
@@ -257,6 +258,12 @@ class _Comparison:
             compared=e.shape[0], excluded=int((~kept_N).sum()),
             swaps=int((a.argmax(dim=1) != e.argmax(dim=1)).sum()),
         )  # fmt: skip
+
+
+def _kind(mixer: KdaConfig | MlaConfig) -> str:
+    if isinstance(mixer, KdaConfig):
+        return "kda"
+    return "mla" if mixer.selection is None else "dsa"
 
 
 def _ratio(error: float, size: float) -> float:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -15,48 +14,14 @@ from rich.console import Console
 from longprefill.orchestrator.align.compare import Row, compare, first_deviation, pooled
 from longprefill.orchestrator.align.mesh import carry_on, export_part, observe_mesh, whole_step
 from longprefill.orchestrator.align.observation import Observation
+from longprefill.orchestrator.align.once import make_yardstick, numbers_of, random_tokens
+from longprefill.orchestrator.align.request import JOURNEY, WHOLE, AlignRequest, GridPlan, MeshShape, plan_of
 from longprefill.orchestrator.align.single import SingleRank
 from longprefill.orchestrator.cluster import LocalCluster
 from longprefill.partition.errors import UserError
 from longprefill.partition.layout import PAGE_TOKENS
-from longprefill.partition.steps import check_step_tokens
 from longprefill.workers.model.config import ModelConfig
 from longprefill.workers.model.sharding import check_tp
-
-if TYPE_CHECKING:
-    from longprefill.orchestrator.align.command import AlignRequest
-
-WHOLE = "whole"
-
-
-class MeshShape(NamedTuple):
-    cp: int
-    tp: int
-
-    def __str__(self) -> str:
-        return f"{self.cp}x{self.tp}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class GridPlan:
-    meshes: tuple[MeshShape, ...]
-    lengths: tuple[int, ...]
-    steps: tuple[int | None, ...]
-    """None: the whole prompt at once."""
-
-
-FULL = GridPlan(
-    meshes=tuple(MeshShape(*pair) for pair in ((1, 1), (2, 1), (3, 1), (8, 1), (2, 2), (1, 4), (4, 2))),
-    lengths=(1, 63, 64, 65, 127, 511, 1000, 4097),
-    steps=(64, 192, None),
-)
-"""Of longprefill_hybrid."""
-SHORT = GridPlan(
-    meshes=(MeshShape(2, 1), MeshShape(3, 1), MeshShape(2, 2)), lengths=(65, 511, 1000), steps=(64, 192, None)
-)
-"""Of the other families."""
-JOURNEY = (MeshShape(2, 1), MeshShape(1, 2), MeshShape(3, 1))
-"""The meshes that one job passes through, a third of its tokens on each."""
 
 
 class _Case(NamedTuple):
@@ -101,49 +66,14 @@ def walk(
     return {"runs": [_document(case) for case in cases]}, last, not bad
 
 
-def plan_of(request: AlignRequest, config: ModelConfig) -> GridPlan:
-    """The family's plan with what the request changes of it.
-
-    Raises:
-        UserError: a list that is not one, or a mesh that the model's heads do not allow.
-    """
-    default = FULL if config.family == "longprefill_hybrid" else SHORT
-    try:
-        meshes = default.meshes
-        if request.meshes is not None:
-            meshes = tuple(MeshShape(*map(int, pair.split("x", 1))) for pair in request.meshes.split(","))
-        lengths = default.lengths
-        if request.lengths is not None:
-            lengths = tuple(int(length) for length in request.lengths.split(","))
-        steps = default.steps
-        if request.steps is not None:
-            steps = tuple(None if step == WHOLE else int(step) for step in request.steps.split(","))
-    except (ValueError, TypeError):
-        raise UserError(
-            f"--meshes {request.meshes} --lengths {request.lengths} --steps {request.steps}: use lists such as "
-            "--meshes 2x1,2x2 --lengths 63,1000 --steps 64,whole"
-        ) from None
-    for mesh in meshes:
-        if min(mesh) < 1:
-            raise UserError(f"--meshes {mesh}: a mesh has at least 1x1 rank")
-        check_tp(config, mesh.tp)
-    for step in steps:
-        if step is not None:
-            check_step_tokens(step)
-    longest = max(lengths)
-    if min(lengths) < 1 or longest > config.max_tokens:
-        raise UserError(f"--lengths {min(lengths)} to {longest}: this model takes prompts of 1 to {config.max_tokens}")
-    return GridPlan(meshes=meshes, lengths=lengths, steps=steps)
-
-
 class _Grid:
     def __init__(self, request: AlignRequest, config: ModelConfig, settings: dict[str, Any], plan: GridPlan) -> None:
-        from longprefill.orchestrator.align.command import make_yardstick, numbers_of, random_tokens
-
         self.request = request
         self.config = config
         self.settings = settings | {"step_tokens": None}
         self.plan = plan
+        for mesh in (*plan.meshes, *self._journey_meshes()):
+            self._cluster(mesh)  # refuses what does not fit; starts nothing
         self.is_exact = numbers_of(request).is_exact
         self.prompts = {length: random_tokens(request, config, length) for length in plan.lengths}
         yardstick = make_yardstick(request)
@@ -186,12 +116,16 @@ class _Grid:
         )
         return _Case(name, length, WHOLE if step is None else str(step), rows, time.perf_counter() - started)
 
+    def _journey_meshes(self) -> tuple[MeshShape, ...]:
+        """None where the heads do not allow it."""
+        return JOURNEY if all(_divides(self.config, mesh.tp) for mesh in JOURNEY) else ()
+
     def _journey(self, length: int) -> Iterator[_Case]:
         """One job over three meshes, with snapshots between: the first border is on a page, the second is ragged."""
-        meshes = [mesh for mesh in JOURNEY if _divides(self.config, mesh.tp)]
+        meshes = self._journey_meshes()
         first = length // 3 // PAGE_TOKENS * PAGE_TOKENS
         second = 2 * length // 3 + 1
-        if len(meshes) < len(JOURNEY) or not 0 < first < second < length:
+        if not meshes or not 0 < first < second < length:
             return
         tokens, record = self.prompts[length], self.expected[length].record
         with tempfile.TemporaryDirectory(prefix="longprefill-align-") as folder:

@@ -19,23 +19,12 @@ import numpy as np
 import torch
 
 from longprefill.orchestrator.align.observation import LOGIT_ROWS, Observation
-from longprefill.orchestrator.yardstick import CLASSES, yardstick_refusal
-from longprefill.partition.errors import ModelError, UserError
+from longprefill.orchestrator.yardstick import CLASSES
+from longprefill.partition.errors import ModelError
 from longprefill.workers.choices import Record
 from longprefill.workers.model.config import IndexerConfig, KdaConfig, MlaConfig, ModelConfig, RopeConfig
 from longprefill.workers.model.families.registry import read_config, read_object
 from longprefill.workers.probe import Place
-
-
-def check_oracle(model_dir: Path) -> None:
-    """Refuses a model that transformers cannot be asked about.
-
-    Raises:
-        UserError: transformers is not installed, too old, or has no class for the family.
-    """
-    refusal = yardstick_refusal(str(read_object(model_dir / "config.json").get("model_type")))
-    if refusal is not None:
-        raise UserError(f"--against transformers: {refusal}: use --against single")
 
 
 class Oracle:

@@ -15,6 +15,7 @@ from longprefill.orchestrator.align.compare import compare, first_deviation, poo
 from longprefill.orchestrator.align.dequantized import write_dequantized
 from longprefill.orchestrator.align.observation import Observation, renumbered
 from longprefill.orchestrator.align.report import document_of, last_line, table_of
+from longprefill.orchestrator.align.request import check_oracle
 from longprefill.orchestrator.align.single import EXACT, Numbers, SingleRank
 from longprefill.partition.errors import ModelError, UserError
 from longprefill.workers.choices import Swap
@@ -40,7 +41,7 @@ def write_model(directory: Path, family: str, *, fp8_block: tuple[int, int] | No
 
 
 def agree_with_the_class(directory: Path, num_tokens: int, mesh: Mesh) -> None:
-    from longprefill.orchestrator.align.oracle import Oracle, check_oracle
+    from longprefill.orchestrator.align.oracle import Oracle
 
     check_oracle(directory)
     whole = whole_from(directory)
@@ -99,7 +100,7 @@ def test_fp8_aligns_with_its_twin(family: str, tmp_path: Path) -> None:
     (tmp_path / "twin").mkdir()
     config = read_config(quantized)
     assert config.fp8_block == (16, 24)
-    write_dequantized(quantized, tmp_path / "twin", config.fp8_block)
+    write_dequantized(quantized, tmp_path / "twin", (16, 24))
     assert read_config(tmp_path / "twin").fp8_block is None
     tokens = prompt(130, 0, config.vocab_size)
     expected = SingleRank(tmp_path / "twin", EXACT).run(tokens.numpy())
@@ -127,7 +128,6 @@ def test_codes_without_scales_are_refused(tmp_path: Path) -> None:
 
 def test_a_class_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from longprefill.orchestrator import yardstick
-    from longprefill.orchestrator.align.oracle import check_oracle
 
     directory = write_model(tmp_path / "model", "kimi_linear")
     monkeypatch.setattr(yardstick.importlib.util, "find_spec", lambda name: None)

@@ -16,6 +16,7 @@ from longprefill.partition.errors import UserError
 from longprefill.partition.layout import Slice
 from longprefill.workers.cache.states import BoundaryState, KdaState, PoolTail, merge_states, shard_state
 from longprefill.workers.mesh import Mesh as RankMesh
+from longprefill.workers.model.config import KdaConfig
 from longprefill.workers.model.families.registry import config_from
 from longprefill.workers.model.sharding import check_tp
 from longprefill.workers.model.sizes import RAW_CONFIGS
@@ -144,6 +145,7 @@ def test_states_survive_sharding(num_tp: int) -> None:
     merged = merge_states(parts, config)
     assert torch.equal(merged.pack(), whole.pack())
     kda = config.layers[0].mixer
+    assert isinstance(kda, KdaConfig)
     width = whole.kda[0].conv_tail_WC.shape[1]
     for rank, part in enumerate(parts):
         assert part.kda[0].state_GKV.shape[0] == kda.num_value_heads // num_tp

@@ -32,6 +32,7 @@ from longprefill.workers.model.layers.context import StepContext
 from longprefill.workers.model.layers.feed_forward import DenseLayer, MoeLayer
 from longprefill.workers.model.layers.indexer import Indexer
 from longprefill.workers.model.layers.kda import Halo, KdaLayer
+from longprefill.workers.model.layers.rotation import rotate
 from longprefill.workers.prefill import PrefillRank
 from longprefill.workers.probe import ProbeEntry, assemble
 
@@ -146,15 +147,16 @@ def other_pairing(only: OnlyIn) -> None:
 
 
 def indexer_pairing(only: OnlyIn) -> None:
-    """The indexer alone: its rotation has other frequencies than the attention's, so only its heads change."""
-    other = {"interleaved": "half", "half": "interleaved"}
+    """In the indexer alone."""
 
-    def make(rotate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(_: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def broken(self: Indexer, x_SHX: torch.Tensor, ctx: StepContext) -> torch.Tensor:
             assert self.config.rope is not None
+            assert self.inv_freq is not None
             first, rest = x_SHX[..., : self.config.rope_dim], x_SHX[..., self.config.rope_dim :]
-            pairing = other[self.config.rope.pairing]
-            turned = ctx.kernels.rope.rotate(first, ctx.own_positions_S, self.inv_freq, pairing)
+            rope = replace(self.config.rope, pairing="interleaved")
+            assert rope != self.config.rope
+            turned = rotate(first, ctx.own_positions_S, self.inv_freq, rope, ctx.kernels.rope)
             return torch.cat((turned, rest), dim=-1)
 
         return broken
