@@ -68,15 +68,15 @@ struct Shape {
 
 // Heads of one segment that a thread takes through the rows together. A token's row of all heads is one or two pages of
 // memory: head after head, every tile would walk the page tables anew for each of its rows.
-constexpr int64_t HEAD_GROUP = 8;  // states of 64 KiB each, in a second-level cache of 1 MiB or more
+constexpr int64_t SCAN_HEADS = 8, SUMMARY_HEADS = 4;  // 512 KiB of states at K = V = 128: they stay in L2
 struct HeadGroup {
     int64_t segment, first, count;
 };
 
-std::vector<HeadGroup> head_groups(int64_t num_segments, int64_t heads) {
+std::vector<HeadGroup> head_groups(int64_t num_segments, int64_t heads, int64_t most) {
     const int64_t threads = at::get_num_threads();
     const int64_t wanted = (num_segments * heads + threads - 1) / std::max<int64_t>(1, threads);
-    const int64_t size = std::max<int64_t>(1, std::min(HEAD_GROUP, wanted));
+    const int64_t size = std::max<int64_t>(1, std::min(most, wanted));
     std::vector<HeadGroup> groups;
     for (int64_t segment = 0; segment < num_segments; ++segment)
         for (int64_t first = 0; first < heads; first += size)
@@ -107,11 +107,11 @@ std::tuple<at::Tensor, at::Tensor> scan(const at::Tensor& q, const at::Tensor& k
     for_float_type(v, "v", [&](auto* type) {
         using V = std::remove_pointer_t<decltype(type)>;
         V* out_data = out.mutable_data_ptr<V>();
-        const std::vector<HeadGroup> groups = head_groups(num_segments, shape.heads);
+        const std::vector<HeadGroup> groups = head_groups(num_segments, shape.heads, SCAN_HEADS);
         at::parallel_for(0, static_cast<int64_t>(groups.size()), 1, [&](int64_t begin, int64_t stop) {
             const FlushDenormals flush;
             const int64_t panel_size = shape.padded_keys * PANEL, state_floats = shape.value_panels * panel_size;
-            const Memory memory = allocate(Tile::floats(shape.padded_keys) + C * PANEL + HEAD_GROUP * state_floats);
+            const Memory memory = allocate(Tile::floats(shape.padded_keys) + C * PANEL + SCAN_HEADS * state_floats);
             Tile tile;
             tile.place(memory.get(), shape.padded_keys);
             float* delta = memory.get() + Tile::floats(shape.padded_keys);
@@ -171,13 +171,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> summarize(const at::Tensor& k, co
     bool* is_there_data = is_there.mutable_data_ptr<bool>();
     for_float_type(v, "v", [&](auto* type) {
         using V = std::remove_pointer_t<decltype(type)>;
-        const std::vector<HeadGroup> groups = head_groups(1, shape.heads);
+        const std::vector<HeadGroup> groups = head_groups(1, shape.heads, SUMMARY_HEADS);
         at::parallel_for(0, static_cast<int64_t>(groups.size()), 1, [&](int64_t begin, int64_t stop) {
             const FlushDenormals flush;
             const int64_t panel_size = shape.padded_keys * PANEL;
             const int64_t key_panels = with_transition ? (shape.num_keys + PANEL - 1) / PANEL : 0;
             const int64_t panels = shape.value_panels + key_panels, head_floats = panels * panel_size;
-            const Memory memory = allocate(Tile::floats(shape.padded_keys) + C * PANEL + HEAD_GROUP * head_floats);
+            const Memory memory = allocate(Tile::floats(shape.padded_keys) + C * PANEL + SUMMARY_HEADS * head_floats);
             Tile tile;
             tile.place(memory.get(), shape.padded_keys);
             float* delta = memory.get() + Tile::floats(shape.padded_keys);
