@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn, ParamSpec
+from typing import Annotated, NoReturn, ParamSpec, cast
 
 import typer
 
@@ -17,7 +17,7 @@ from longprefill.orchestrator.errors import RunFailed
 from longprefill.partition.errors import UserError
 
 P = ParamSpec("P")
-UsageError = typer.BadParameter.__base__
+UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 """What the option parser raises for any wrong call; typer has had two homes for it."""
 
 app = typer.Typer(
@@ -228,6 +228,17 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def _given(error: typer.BadParameter) -> str:
+    """The option and the value that the parser could not read: its message names only the option."""
+    for option in () if error.param is None else error.param.opts:
+        for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+            if word == option and following:
+                return f"{option} {following}: "
+            if word.startswith(f"{option}="):
+                return f"{word}: "
+    return ""
+
+
 def main() -> None:
     """Entry point of the `longprefill` command."""
     if len(sys.argv) < 2:
@@ -236,7 +247,7 @@ def main() -> None:
         code = app(standalone_mode=False)
     except UsageError as error:
         command = "longprefill" if error.ctx is None else error.ctx.command_path
-        _end(f"{error.format_message().rstrip('.')}: see {command} --help", 2)
+        _end(f"{_given(error)}{error.format_message().rstrip('.')}: see {command} --help", 2)
     except (typer.Abort, KeyboardInterrupt):
         _end("interrupted", 130)
     sys.exit(code if isinstance(code, int) else 0)

@@ -15,7 +15,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -201,7 +201,7 @@ class LocalCluster:
         with self._abandoning([result]):
             return self._run([result], jobs, handoff=handoff, on_step=on_step, step_tokens=step_tokens)[0]
 
-    def generate(self, job: int, sampling: Sampling) -> Iterator[Token]:
+    def generate(self, job: int, sampling: Sampling) -> Generator[Token, None, None]:
         """Streams the tokens that the decode worker samples for a handed-over job; leaving the loop stops it too.
 
         Raises:

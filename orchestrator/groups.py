@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -320,7 +320,7 @@ class LocalWorkers:
             reason = f"the decode worker refused it: {answer.code}: {answer.reason}"
             self._retry_transfer(job, reason, may_retry=answer.may_retry)
 
-    def generate(self, job: int, sampling: Sampling) -> Iterator[Token]:
+    def generate(self, job: int, sampling: Sampling) -> Generator[Token, None, None]:
         """Streams sampled tokens; each wait is watched. Whoever stops listening stops the worker too."""
         if job not in self._jobs or not self._jobs[job].is_decoding:
             raise UserError(f"job {job} was not handed over to the decode worker: prefill it with handoff=True")

@@ -67,7 +67,8 @@ Refusal = Callable[..., str]
     [
         (["--cp", 0], ["--cp 0", "1 to 1024"]),
         (["--cp", -2], ["--cp -2"]),
-        (["--cp", "two"], ["--cp"]),
+        (["--cp", "two"], ["--cp two", "integer"]),
+        (["--temperature=hot"], ["--temperature=hot"]),
         (["--cp", 500], ["--cp 500", "GiB", "--cp ", "or less"]),
         (["--cp", 2000], ["--cp 2000", "1 to 1024"]),
         (["--tp", 0], ["--tp 0"]),

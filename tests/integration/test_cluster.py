@@ -172,11 +172,12 @@ def test_a_damaged_page_is_sent_again(
 
 def test_a_worker_that_raises(cluster: LocalCluster, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks are given a step that cannot be: they raise, and the cluster goes on."""
-    plan = groups.StepPlan
+    plan: Any = groups.StepPlan
 
     def wrong_plan(**fields: Any) -> Any:
         monkeypatch.setattr(groups, "StepPlan", plan)
-        return plan(**fields | {"exchange": "by carrier pigeon"})
+        fields["exchange"] = "by carrier pigeon"
+        return plan(**fields)
 
     monkeypatch.setattr(groups, "StepPlan", wrong_plan)
     with pytest.raises(RunFailed, match=r"prefill rank \d failed: .*pigeon") as failure:
@@ -185,10 +186,12 @@ def test_a_worker_that_raises(cluster: LocalCluster, expected: list[int], monkey
     assert generated(cluster, LONG) == expected
 
 
-def test_settings_are_checked_without_a_start(model: Path) -> None:
-    for settings, words in (({"cp": 0}, "--cp 0"), ({"max_tokens": 0}, "max_tokens=0"), ({"cp": 900}, "GiB")):
-        with pytest.raises(UserError, match=words):
-            LocalCluster(model, **settings)
+@pytest.mark.parametrize(
+    ("settings", "words"), [({"cp": 0}, "--cp 0"), ({"max_tokens": 0}, "max_tokens=0"), ({"cp": 900}, "GiB")]
+)
+def test_settings_are_checked_without_a_start(model: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        LocalCluster(model, **settings)
 
 
 def test_a_cluster_that_does_not_run(model: Path) -> None:

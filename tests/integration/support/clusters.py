@@ -38,5 +38,5 @@ def generated(cluster: LocalCluster, prompt: np.ndarray, sampling: Sampling = GR
 
 
 def assert_cluster_left_nothing(mark: str) -> None:
-    wait_for(lambda: not marked(mark), f"processes left: {marked(mark)}", deadline_s=15)
+    wait_for(lambda: not marked(mark), lambda: f"processes left: {marked(mark)}", deadline_s=15)
     assert pool_files(os.getpid()) == []

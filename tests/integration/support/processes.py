@@ -33,25 +33,27 @@ def marked(mark: str) -> dict[int, str]:
     return found
 
 
-def wait_for(condition: Callable[[], T], what: str, *, deadline_s: float = DEADLINE_S) -> T:
+def wait_for(condition: Callable[[], T], what: Callable[[], str], *, deadline_s: float = DEADLINE_S) -> T:
     """The condition's first true value."""
     deadline = time.monotonic() + deadline_s
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise AssertionError(f"{what}: not within {deadline_s:.0f} s")
+            raise AssertionError(f"{what()}: not within {deadline_s:.0f} s")
         time.sleep(0.02)
     return value
 
 
 def pid_running(mark: str, title: str) -> int:
     """Waits until a marked process shows `title` (Ray titles a worker by the call it runs) and returns its pid."""
-    return wait_for(lambda: next((pid for pid, line in marked(mark).items() if title in line), 0), f"a process {title}")
+    return wait_for(
+        lambda: next((pid for pid, line in marked(mark).items() if title in line), 0), lambda: f"a process {title}"
+    )
 
 
 def assert_nothing_left(mark: str, directory: Path, owner: int, *, exempt: int = 0) -> None:
     """No marked process but `exempt`, nothing in its directory for temporary files, no cache pool of `owner`. Processes
     that were just ended may take a moment."""
-    wait_for(lambda: not marked(mark).keys() - {exempt}, f"processes left: {marked(mark)}", deadline_s=15)
+    wait_for(lambda: not marked(mark).keys() - {exempt}, lambda: f"processes left: {marked(mark)}", deadline_s=15)
     assert [path.name for path in directory.iterdir()] == []
     assert pool_files(owner) == []
 
