@@ -108,6 +108,8 @@ def check_request(request: AlignRequest, config: ModelConfig) -> dict[str, Any]:
     check_tp(config, request.tp)
     if request.against == "transformers":
         check_oracle(request.model)
+    if request.grid:
+        plan_of(request, config)
     return settings
 
 
