@@ -142,10 +142,9 @@ def plan_of(request: AlignRequest, config: ModelConfig) -> GridPlan:
         if request.steps is not None:
             steps = tuple(None if step == WHOLE else int(step) for step in request.steps.split(","))
     except (ValueError, TypeError):
-        raise UserError(
-            f"--meshes {request.meshes} --lengths {request.lengths} --steps {request.steps}: use lists such as "
-            "--meshes 2x1,2x2 --lengths 63,1000 --steps 64,whole"
-        ) from None
+        options = {"--meshes": request.meshes, "--lengths": request.lengths, "--steps": request.steps}
+        given = " ".join(f"{name} {value}" for name, value in options.items() if value is not None)
+        raise UserError(f"{given}: use lists such as --meshes 2x1,2x2 --lengths 63,1000 --steps 64,whole") from None
     for mesh in meshes:
         if min(mesh) < 1:
             raise UserError(f"--meshes {mesh}: a mesh has at least 1x1 rank")
