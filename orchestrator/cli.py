@@ -228,9 +228,11 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _given(error: typer.BadParameter) -> str:
+def _given(error: Exception) -> str:
     """The option and the value that the parser could not read: its message names only the option."""
-    for option in () if error.param is None else error.param.opts:
+    if not isinstance(error, typer.BadParameter) or error.param is None:
+        return ""
+    for option in error.param.opts:
         for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
             if word == option and following:
                 return f"{option} {following}: "

@@ -157,11 +157,11 @@ def test_a_killed_command(long_run: list[object], monkeypatch: pytest.MonkeyPatc
     """Nobody could clean up: its processes end by themselves, its files with the next start."""
     with running(long_run) as command:
         pid_running(command.mark, "ray::PrefillWorker.run_step")
+        assert len(pool_files(command.process.pid)) == 3
         to_command(command, signal.SIGKILL)
         command.process.wait()
         # Ray's agents look for their raylet once a minute; everything else ends within seconds
         wait_for(lambda: not marked(command.mark), lambda: f"processes left: {marked(command.mark)}", deadline_s=90)
-        assert len(pool_files(command.process.pid)) == 3
         assert len(list(command.directory.iterdir())) == 1
         sweep_stale()
         monkeypatch.setattr(tempfile, "tempdir", str(command.directory))
