@@ -40,8 +40,10 @@ public:
         std::fill_n(max_.get(), padded_heads_, NONE);
     }
 
-    void add(const int32_t* positions, int64_t count, int64_t, float scale) {
-        for (int64_t i = 0; i < count; ++i) rows_.decode(positions[i], block_.get() + i * row_);
+    // Adds rows [begin, begin + BLOCK) of the `total` selected ones, or what is left of them.
+    void add(const int32_t* positions, int64_t begin, int64_t total, float scale) {
+        const int64_t count = std::min(BLOCK, total - begin);
+        for (int64_t i = 0; i < count; ++i) rows_.decode(positions[begin + i], block_.get() + i * row_);
         // Rows of the last tile behind `count` hold older rows: their logits are made and not read.
         for (int64_t h = 0; h < padded_heads_; h += PANEL)
             for (int64_t i = 0; i < count; i += TILE_ROWS) {
@@ -121,7 +123,7 @@ class AmxAttention {
 public:
     static constexpr int64_t BLOCK = 128;
     static constexpr float MARGIN = 10.0f;  // in powers of two
-    static constexpr int64_t AHEAD = 6;     // rows that are fetched before they are copied
+    static constexpr int64_t AHEAD = 8;     // rows that are fetched before they are copied, at least
     static constexpr int64_t STRIP = 32, VALUE_STRIP = 128;  // the products are cut so that fetches fit in between
     static constexpr int64_t SLOT = 40;                      // cache lines that may be on their way at a time
 
@@ -129,7 +131,7 @@ public:
         : rows_(rows), heads_(heads), rank_(rank), padded_heads_(padded(heads, 16)),
           row_(padded(rows.width, AMX_DEPTH)), padded_rank_(padded(rank, 32)),
           q_(Buffer<Bf16>::zeros(row_ * padded_heads_)), q_rows_(Buffer<Bf16>::zeros(padded_heads_ * row_)),
-          block_(Buffer<Bf16>::zeros(BLOCK * std::max(row_, padded_rank_))), values_(Buffer<Bf16>::zeros(BLOCK * padded_rank_)),
+          strip_(Buffer<Bf16>::zeros(STRIP * row_ + 64)), values_(Buffer<Bf16>::zeros(BLOCK * padded_rank_)),
           weights_(Buffer<Bf16>::zeros(padded_heads_ * BLOCK)), logits_(Buffer<float>::zeros(BLOCK * padded_heads_)),
           out_(Buffer<float>::zeros(padded_heads_ * padded_rank_)), max_(Buffer<float>::zeros(padded_heads_)),
           sum_(Buffer<float>::zeros(padded_heads_)) {}
@@ -144,18 +146,26 @@ public:
         has_output_ = false;
     }
 
-    void add(const int32_t* positions, int64_t count, int64_t following, float scale) {
-        gather(positions, count);
-        next_ = {positions + count, std::min(following, BLOCK), 0, 0};
-        // Whole blocks always: another shape is another kernel of oneDNN's. Rows behind `count` are zeros.
-        for (int64_t i = 0; i < BLOCK; i += STRIP) {
-            fetch_some(SLOT);
-            amx_multiply(STRIP, padded_heads_, row_, block_.get() + i * row_, row_, q_.get(), padded_heads_,
+    // Adds rows [begin, begin + BLOCK) of the `total` selected ones, or what is left of them.
+    void add(const int32_t* positions, int64_t begin, int64_t total, float scale) {
+        const int64_t count = std::min(BLOCK, total - begin);
+        if (begin == 0) next_ = {0, 0};
+        for (int64_t i = 0; i < count; i += STRIP) {
+            gather(positions, begin + i, total, i);
+            fetch_some(positions, total, SLOT);
+            // Whole strips always: another shape is another kernel of oneDNN's. Logits behind `count` are not read.
+            amx_multiply(STRIP, padded_heads_, row_, strip_.get(), row_, q_.get(), padded_heads_,
                          logits_.get() + i * padded_heads_, padded_heads_, false);
         }
-        for (int64_t h = 0; h < padded_heads_; h += 16) soften(h, count, scale * LOG2_E);
+        const int64_t written = rounded(count, 2);
+        std::memset(static_cast<void*>(values_.get() + written * padded_rank_), 0,
+                    (BLOCK - written) * padded_rank_ * sizeof(Bf16));
+        for (int64_t h = 0; h < padded_heads_; h += 16) {
+            fetch_some(positions, total, SLOT);
+            soften(h, count, scale * LOG2_E);
+        }
         for (int64_t c = 0; c < padded_rank_; c += VALUE_STRIP) {
-            fetch_some(SLOT);
+            fetch_some(positions, total, SLOT);
             amx_multiply(padded_heads_, std::min(VALUE_STRIP, padded_rank_ - c), BLOCK, weights_.get(), BLOCK,
                          values_.get() + 2 * c, padded_rank_, out_.get() + c, padded_rank_, has_output_);
         }
@@ -182,41 +192,32 @@ public:
     }
 
 private:
-    void gather(const int32_t* positions, int64_t count) {
-        for (int64_t i = 0; i < std::min(AHEAD, count); ++i) fetch(positions[i]);
+    // Rows [begin, begin + STRIP) of the selected ones: as they are into the strip, which stays in the level-1 cache, and
+    // in pairs into the block's values, from `at` on.
+    void gather(const int32_t* positions, int64_t begin, int64_t total, int64_t at) {
+        const int64_t count = std::min(STRIP, total - begin);
         for (int64_t i = 0; i < count; i += 2) {
-            for (int64_t next = i + AHEAD; next < std::min(i + AHEAD + 2, count); ++next) fetch(positions[next]);
-            Bf16 *a = block_.get() + i * row_, *b = a + row_;
-            read(positions[i], a);
-            if (i + 1 < count) read(positions[i + 1], b);
+            while (next_.row < std::min(begin + i + AHEAD, total)) fetch_some(positions, total, 1);
+            Bf16 *a = strip_.get() + i * row_, *b = a + row_;
+            read(positions[begin + i], a);
+            if (i + 1 < count) read(positions[begin + i + 1], b);
             else std::memset(static_cast<void*>(b), 0, row_ * sizeof(Bf16));
-            Bf16* to = values_.get() + i * padded_rank_;
+            Bf16* to = values_.get() + (at + i) * padded_rank_;
             for (int64_t c = 0; c < rank_; c += 32) {
                 const __m512i x = _mm512_loadu_si512(a + c), y = _mm512_loadu_si512(b + c);
                 _mm512_storeu_si512(to + 2 * c, _mm512_unpacklo_epi16(x, y));
                 _mm512_storeu_si512(to + 2 * c + 32, _mm512_unpackhi_epi16(x, y));
             }
         }
-        const int64_t written = count + count % 2;
-        if (written < BLOCK) {
-            std::memset(static_cast<void*>(block_.get() + written * row_), 0, (BLOCK - written) * row_ * sizeof(Bf16));
-            std::memset(static_cast<void*>(values_.get() + written * padded_rank_), 0,
-                        (BLOCK - written) * padded_rank_ * sizeof(Bf16));
-        }
     }
 
-    // Asks for the next lines of the following block. Random rows come from memory: behind the products they are free.
-    LP_INLINE void fetch_some(int64_t lines) {
-        for (; lines > 0 && next_.row < next_.count; --lines) {
-            __builtin_prefetch(rows_.row(next_.positions[next_.row]) + next_.offset, 0, 2);
+    // Asks for the next lines of selected rows. Random rows come from memory: behind products they cost nothing.
+    LP_INLINE void fetch_some(const int32_t* positions, int64_t total, int64_t lines) {
+        for (; lines > 0 && next_.row < total; --lines) {
+            __builtin_prefetch(rows_.row(positions[next_.row]) + next_.offset, 0, 2);
             next_.offset += 64;
             if (next_.offset >= rows_.row_bytes) next_.offset = 0, ++next_.row;
         }
-    }
-
-    LP_INLINE void fetch(int32_t position) const {
-        const uint8_t* bytes = rows_.row(position);
-        for (int64_t i = 0; i < rows_.row_bytes; i += 64) __builtin_prefetch(bytes + i, 0, 2);
     }
 
     LP_INLINE void read(int32_t position, Bf16* to) const {
@@ -256,7 +257,6 @@ private:
                 total = _mm512_add_ps(total, _mm512_add_ps(a, b));
                 pairs[pair] = to_bf16_pairs(a, b);
             }
-            fetch_some(SLOT / 2);
             transpose_words(pairs);
             for (int head = 0; head < 16; ++head)
                 _mm512_storeu_si512(weights_.get() + (h + head) * BLOCK + block, pairs[head]);
@@ -283,10 +283,9 @@ private:
     int64_t heads_, rank_, padded_heads_, row_, padded_rank_;
     bool has_output_ = false;
     struct {
-        const int32_t* positions;
-        int64_t count, row, offset;
-    } next_{};
-    Buffer<Bf16> q_, q_rows_, block_, values_, weights_;
+        int64_t row, offset;
+    } next_{};  // what is to be fetched next
+    Buffer<Bf16> q_, q_rows_, strip_, values_, weights_;
     Buffer<float> logits_, out_, max_, sum_;
     AmxProducts release_;
 };
@@ -317,8 +316,7 @@ void attend(const at::Tensor& q, const Rows& rows, const at::Tensor& indices, do
         }
         attention.start(q_data + t * heads * width);
         for (int64_t begin = 0; begin < count; begin += Attention::BLOCK)
-            attention.add(positions.data() + begin, std::min(Attention::BLOCK, count - begin),
-                          std::max<int64_t>(0, count - begin - Attention::BLOCK), static_cast<float>(scale));
+            attention.add(positions.data(), begin, count, static_cast<float>(scale));
         attention.finish(out_data + t * heads * rank);
     }
 }
