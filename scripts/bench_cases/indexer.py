@@ -22,8 +22,8 @@ PEER_QUERIES = 64
 
 
 def bf16_keys(seed: int) -> Iterator[Case]:
-    """bf16 queries and keys. The peers are torch compositions over PEER_QUERIES queries: `plain`, in blocks with running
-    lists, and the formula as it stands."""
+    """bf16 queries and keys. The peers are torch compositions over PEER_QUERIES queries: `plain`, in blocks with
+    running lists, and the formula as it stands."""
     q, w, keys = _inputs(seed, Bf16Rows(X))
     last = slice(T - PEER_QUERIES, T)
     start = L - PEER_QUERIES
