@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from longprefill.kernels.residual import plain, reference
 
-from .test_kda import load_fla
 from .compiled import compiled_backends
+from .test_kda import load_fla
 from .tolerances import assert_close
 
 BACKENDS = [

@@ -5,7 +5,7 @@ Legend: T tokens, D hidden, E experts, A experts a token, F intermediate.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -205,8 +205,8 @@ def test_clamped_gates_as_glm5_next_has_them(backend: Any) -> None:
     x_TD = torch.randn(33, 20, generator=make_generator(2))
     routing = route(backend, torch.randn(33, 5, generator=make_generator(3)), topk=2)
     with torch.no_grad():
-        module.gate_up_proj.copy_(gate_up_EJD)
-        module.down_proj.copy_(down_EDF)
+        cast(torch.Tensor, module.gate_up_proj).copy_(gate_up_EJD)
+        cast(torch.Tensor, module.down_proj).copy_(down_EDF)
         expected_TD = module(x_TD, routing.expert_TA, routing.weight_TA)
     actual_TD = backend.experts(x_TD, routing, gate_up_EJD, down_EDF, activation="silu", clamp=0.6)
     assert_close(actual_TD, expected_TD.double(), op="moe")
