@@ -1,9 +1,14 @@
-"""The compiled backend once for every instruction set that this processor has, for parametrized suites."""
+"""The compiled backend on several instruction sets of this processor, for parametrized suites.
+
+The best one and `portable` by default: each further one costs minutes of compiling and the same tests again. With
+LONGPREFILL_TEST_ISAS=all (`scripts/test --all-isas`) every one that the processor has.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +44,23 @@ def compiled_backends(folder: str) -> list[Any]:
 
     The libraries are built here, while tests are collected: no test's time limit should have to cover a compiler.
     """
-    for isa in supported_isas():
+    isas = tested_isas()
+    for isa in isas:
         with forced(isa):
             refusal("cpu")
-    return [pytest.param(OnIsa(folder, isa), id=f"cpu-{isa}") for isa in supported_isas()]
+    return [pytest.param(OnIsa(folder, isa), id=f"cpu-{isa}") for isa in isas]
+
+
+def tested_isas() -> tuple[str, ...]:
+    """The instruction sets that this session tests.
+
+    Raises:
+        ValueError: LONGPREFILL_TEST_ISAS is set to something that is not `all`.
+    """
+    wanted = os.environ.get("LONGPREFILL_TEST_ISAS")
+    supported = tuple(supported_isas())
+    if wanted is None:
+        return tuple(dict.fromkeys((supported[0], supported[-1])))
+    if wanted != "all":
+        raise ValueError(f"LONGPREFILL_TEST_ISAS={wanted!r}: leave it out, or set it to 'all'")
+    return supported
