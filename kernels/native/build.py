@@ -85,7 +85,7 @@ def build(isa: str | None = None) -> Path:
     with _locked(folder / f"{library.stem}.lock"):
         if not library.exists():
             started = time.monotonic()
-            logger.info("building the %s kernels with %s (once; about a minute)", isa, compiler)
+            logger.info("building the %s kernels with %s (once; one to three minutes)", isa, compiler)
             _compile_and_link(library, isa, torch, command, compiler)
             logger.info("built %s in %.0f s", library, time.monotonic() - started)
     return library
