@@ -16,10 +16,8 @@ from typing import NamedTuple
 import torch
 
 from longprefill.kernels.contracts import Routing
-from longprefill.kernels.paged import PagedRows
-from longprefill.partition.layout import Fragment
 from longprefill.workers.model.config import MoeConfig
-from longprefill.workers.model.layers.context import StepContext
+from longprefill.workers.model.layers.context import ExpertChoice, PositionChoice, StepContext
 
 Key = tuple[str, int, int, int]
 """("positions" or "experts", layer, job, position of the first row)."""
@@ -44,34 +42,15 @@ class Recorder:
 
     record: Record = field(default_factory=dict)
 
-    def positions(
-        self,
-        layer: int,
-        fragment: Fragment,
-        first_row: int,
-        chosen_TS: torch.Tensor,
-        query_TIX: torch.Tensor,
-        weight_TI: torch.Tensor,
-        keys: PagedRows,
-        pool: int,
-        context: StepContext,
-    ) -> torch.Tensor:
-        self.record["positions", layer, fragment.job, fragment.start + first_row] = chosen_TS.clone()
-        return chosen_TS
+    def positions(self, choice: PositionChoice, context: StepContext) -> torch.Tensor:
+        self.record["positions", choice.layer, choice.run.job, choice.start] = choice.chosen_TS.clone()
+        return choice.chosen_TS
 
-    def experts(
-        self,
-        layer: int,
-        config: MoeConfig,
-        context: StepContext,
-        logits_TE: torch.Tensor,
-        bias_E: torch.Tensor | None,
-        routing: Routing,
-    ) -> Routing:
-        for n, fragment in enumerate(context.runs):
-            rows = routing.expert_TA[context.run_offsets[n] : context.run_offsets[n + 1]]
-            self.record["experts", layer, fragment.job, fragment.start] = rows.clone()
-        return routing
+    def experts(self, choice: ExpertChoice, context: StepContext) -> Routing:
+        for n, run in enumerate(context.runs):
+            rows = choice.routing.expert_TA[context.run_offsets[n] : context.run_offsets[n + 1]]
+            self.record["experts", choice.layer, run.job, run.start] = rows.clone()
+        return choice.routing
 
 
 @dataclass
@@ -99,49 +78,33 @@ class Replayer:
             for i, row in enumerate(rows):
                 table[start + i] = row
 
-    def positions(
-        self,
-        layer: int,
-        fragment: Fragment,
-        first_row: int,
-        chosen_TS: torch.Tensor,
-        query_TIX: torch.Tensor,
-        weight_TI: torch.Tensor,
-        keys: PagedRows,
-        pool: int,
-        context: StepContext,
-    ) -> torch.Tensor:
-        start = fragment.start + first_row
-        replayed_TS = self._rows("positions", layer, fragment.job, start, chosen_TS)
+    def positions(self, choice: PositionChoice, context: StepContext) -> torch.Tensor:
+        run, start, chosen_TS, pool = choice.run, choice.start, choice.chosen_TS, choice.pool
+        replayed_TS = self._rows("positions", choice.layer, run.job, start, chosen_TS)
         self.rows += chosen_TS.shape[0]
         for t in (replayed_TS != chosen_TS).any(dim=1).nonzero()[:, 0].tolist():
             num_complete = (start + t + 1) // pool
             own, own_rest = _split(chosen_TS[t], pool, num_complete)
             other, other_rest = _split(replayed_TS[t], pool, num_complete)
             is_one_size = (chosen_TS[t] >= 0).sum() == (replayed_TS[t] >= 0).sum() and len(own) == len(other)
-            place = ("positions", layer, fragment.job, start + t)
+            place = ("positions", choice.layer, run.job, start + t)
             if own_rest != other_rest or not is_one_size:
                 self._count(place, math.inf)
                 continue
             rows = torch.tensor([*own, *sorted(set(own) ^ set(other))], dtype=torch.int64)
-            scores = context.kernels.indexer.scores(query_TIX[t : t + 1], weight_TI[t : t + 1], keys, rows[None])[0]
+            scores = context.kernels.indexer.scores(
+                choice.query_TIX[t : t + 1], choice.weight_TI[t : t + 1], choice.keys, rows[None]
+            )[0]
             self._count(place, _distance(scores[: len(own)], scores[len(own) :]))
         return chosen_TS if self.keep_own else replayed_TS
 
-    def experts(
-        self,
-        layer: int,
-        config: MoeConfig,
-        context: StepContext,
-        logits_TE: torch.Tensor,
-        bias_E: torch.Tensor | None,
-        routing: Routing,
-    ) -> Routing:
+    def experts(self, choice: ExpertChoice, context: StepContext) -> Routing:
+        config, routing, logits_TE, bias_E = choice.config, choice.routing, choice.logits_TE, choice.bias_E
         expert_TA, weight_TA = routing.expert_TA.clone(), routing.weight_TA.clone()
         replayed_TA = routing.expert_TA.clone()
-        for n, fragment in enumerate(context.runs):
+        for n, run in enumerate(context.runs):
             rows = slice(context.run_offsets[n], context.run_offsets[n + 1])
-            replayed_TA[rows] = self._rows("experts", layer, fragment.job, fragment.start, routing.expert_TA[rows])
+            replayed_TA[rows] = self._rows("experts", choice.layer, run.job, run.start, routing.expert_TA[rows])
         score_TE = torch.sigmoid(logits_TE) if config.scoring == "sigmoid" else torch.softmax(logits_TE, dim=-1)
         steering_TE = score_TE if bias_E is None else score_TE + bias_E
         self.rows += expert_TA.shape[0]
@@ -151,7 +114,7 @@ class Replayer:
             differing = sorted(set(expert_TA[t].tolist()) ^ set(replayed_TA[t].tolist()))
             distance = _distance(steering_TE[t, expert_TA[t]], steering_TE[t, differing])
             # where the choice of groups is a near tie, any expert of theirs may come or go with its group
-            self._count(("experts", layer, *rows_T[t]), min(distance, _group_gap(steering_TE[t], config)))
+            self._count(("experts", choice.layer, *rows_T[t]), min(distance, _group_gap(steering_TE[t], config)))
             weight_A = score_TE[t, replayed_TA[t]]
             if config.normalize_weights:
                 weight_A = weight_A / (weight_A.sum() + 1e-20)

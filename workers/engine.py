@@ -108,6 +108,7 @@ class _Worker:
         torch.set_flush_denormal(True)  # decays underflow through denormals, which are slow and count for nothing
         self._spec = spec
         self._device = devices.resolve_device(spec.device)
+        devices.set_current(self._device)
         self._dtype = TORCH_DTYPES[spec.dtype]
         self._config = read_config(spec.model_dir)
         self._kernels = resolve(spec.device, spec.backends)

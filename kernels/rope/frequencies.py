@@ -23,13 +23,20 @@ def inverse_frequencies(theta: float, dim: int, scale: Sequence[float] | None = 
 
 
 def yarn_factors(
-    theta: float, dim: int, *, factor: float, original_max_tokens: int, beta_fast: float = 32.0, beta_slow: float = 1.0
+    theta: float,
+    dim: int,
+    *,
+    factor: float,
+    original_max_tokens: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
 ) -> tuple[float, ...]:
     """What yarn (arXiv 2309.00071) multiplies each frequency by: 1 for the fast ones, 1 / factor for the slow ones.
 
     A frequency that turns `beta_fast` times or more within the original length is kept, one that turns `beta_slow`
     times or less is interpolated, and a ramp in the frequency's index lies between (its ends rounded outwards to whole
-    indices).
+    indices if `truncate`).
 
     Raises:
         ValueError: a length, factor or beta that is not above 0, or beta_fast below beta_slow.
@@ -43,8 +50,10 @@ def yarn_factors(
     def index_of_turns(turns: float) -> float:
         return dim * math.log(original_max_tokens / (2 * math.pi * turns)) / (2 * math.log(theta))
 
-    low = max(math.floor(index_of_turns(beta_fast)), 0)
-    high = min(math.ceil(index_of_turns(beta_slow)), dim - 1)
+    low, high = index_of_turns(beta_fast), index_of_turns(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     width = high - low if high != low else 0.001
     ramps = (min(max((i - low) / width, 0.0), 1.0) for i in range(dim // 2))
     return tuple(ramp / factor + (1 - ramp) for ramp in ramps)

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from longprefill.orchestrator.memory import weight_bytes
 from longprefill.workers.model import weights
 from longprefill.workers.model.checkpoint import DEAD_HEAD_A_LOG, write_checkpoint
 from longprefill.workers.model.families.base import Part
@@ -19,7 +20,7 @@ from longprefill.workers.model.families.registry import config_from, read_config
 from longprefill.workers.model.parameters import FP32_PARAMETERS, parameter_shapes
 from longprefill.workers.model.sizes import RAW_CONFIGS
 from longprefill.workers.model.stored import fingerprint, read_stored_tensors
-from longprefill.workers.model.weights import Piece, TensorReader, check_weights, load_weights, weights_bytes
+from longprefill.workers.model.weights import Piece, TensorReader, check_weights, load_weights
 
 from .weights_cases import FULL_RAW, FULL_TENSORS, L0, L1, copy_model, hand_made, save_model, write_tiny
 
@@ -119,7 +120,7 @@ def test_dtypes(dtype: torch.dtype, tiny: Path) -> None:
         assert value.dtype == (torch.float32 if name.endswith(FP32_PARAMETERS) else dtype), name
         assert value.is_contiguous()
         assert torch.isfinite(value).all()
-    assert weights_bytes(config, dtype) == sum(value.nbytes for value in loaded.values())
+    assert weight_bytes(config, dtype.itemsize) == sum(value.nbytes for value in loaded.values())
 
 
 def test_small_slabs_and_reopened_files_change_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,4 +189,4 @@ def test_weights_bytes_of_a_published_model() -> None:
     config = config_from(raw)
     parameters = sum(math.prod(shape) for shape in parameter_shapes(config).values())
     assert parameters == pytest.approx(49.1e9, rel=0.005)
-    assert weights_bytes(config, torch.bfloat16) == pytest.approx(2 * parameters, rel=1e-4)
+    assert weight_bytes(config, 2) == pytest.approx(2 * parameters, rel=1e-4)

@@ -77,11 +77,6 @@ def cache_kinds(config: ModelConfig, formats: CacheFormats) -> tuple[CacheKind, 
     return tuple(kinds)
 
 
-def bytes_per_page(kinds: tuple[CacheKind, ...]) -> int:
-    """Cache bytes of 64 tokens over all layers."""
-    return sum(kind.page_bytes for kind in kinds)
-
-
 def pool_bytes(kinds: tuple[CacheKind, ...], num_pages: int) -> int:
     """Size of the buffer that holds `num_pages` pages of every kind."""
     return sum(_aligned(kind.page_bytes * num_pages) for kind in kinds)

@@ -22,7 +22,7 @@ from longprefill.workers.model.pieces import SCALE_SUFFIX, Piece, check_weights,
 from longprefill.workers.model.sharding import Ranges, shard_shape
 from longprefill.workers.model.stored import fingerprint
 
-__all__ = ["Piece", "TensorReader", "check_weights", "fingerprint", "load_weights", "parameter_dtype", "weights_bytes"]
+__all__ = ["Piece", "TensorReader", "check_weights", "fingerprint", "load_weights", "parameter_dtype"]
 
 SLAB_BYTES = 64 << 20
 REOPEN_BYTES = 64 << 20
@@ -32,12 +32,6 @@ REOPEN_BYTES = 64 << 20
 def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a canonical parameter in a model of this compute dtype."""
     return torch.float32 if name.endswith(FP32_PARAMETERS) else dtype
-
-
-def weights_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of all parameters as `load_weights` returns them."""
-    shapes = parameter_shapes(config)
-    return sum(math.prod(shape) * parameter_dtype(name, dtype).itemsize for name, shape in shapes.items())
 
 
 def load_weights(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
+from longprefill.kernels.rope.frequencies import yarn_factors, yarn_magnitude
 from longprefill.workers.model.families.fields import Fields
 
 
@@ -89,19 +89,14 @@ def yarn_scales(fields: Fields, theta: float, dim: int, factor: float, original:
     """The factor of every frequency; `beta_fast` and `beta_slow` say where the ramp lies, `truncate` whether on whole
     numbers of channels."""
     fast, slow = fields.number("beta_fast", default=32.0), fields.number("beta_slow", default=1.0)
-
-    def frequency_turning(turns: float) -> float:
-        return dim * math.log(original / (2 * math.pi * turns)) / (2 * math.log(theta))
-
-    low, high = frequency_turning(fast), frequency_turning(slow)
-    if fields.flag("truncate", default=True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    width = high - low if high != low else 1e-3
-    ramps = [min(max((index - low) / width, 0.0), 1.0) for index in range(dim // 2)]
-    return tuple(ramp / factor + (1.0 - ramp) for ramp in ramps)
-
-
-def yarn_magnitude(factor: float, mscale: float) -> float:
-    """Yarn's growth of attention with the context."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+    if fast < slow:
+        raise fields.error("beta_fast", fast, f"at least beta_slow={slow:g}")
+    return yarn_factors(
+        theta,
+        dim,
+        factor=factor,
+        original_max_tokens=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=fields.flag("truncate", default=True),
+    )

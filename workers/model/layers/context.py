@@ -32,35 +32,46 @@ class JobStep:
     """Filled layer by layer, only on the rank that owns the job's last fragment; replicated at the end of the step."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PositionChoice:
+    """Index top-k of a run's rows first_row, first_row + 1, ... and what it was made from."""
+
+    layer: int
+    run: Fragment
+    first_row: int
+    chosen_TS: torch.Tensor
+    query_TIX: torch.Tensor
+    weight_TI: torch.Tensor
+    keys: PagedRows
+    pool: int
+
+    @property
+    def start(self) -> int:
+        """Position of the first row."""
+        return self.run.start + self.first_row
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertChoice:
+    """Expert top-k of all own rows and what it was made from."""
+
+    layer: int
+    config: MoeConfig
+    logits_TE: torch.Tensor
+    bias_E: torch.Tensor | None
+    routing: Routing
+
+
 class Choices(Protocol):
     """Sees every discrete choice and may replace it: recording, replaying and proving near ties
     (workers/choices.py)."""
 
-    def positions(
-        self,
-        layer: int,
-        fragment: Fragment,
-        first_row: int,
-        chosen_TS: torch.Tensor,
-        query_TIX: torch.Tensor,
-        weight_TI: torch.Tensor,
-        keys: PagedRows,
-        pool: int,
-        context: StepContext,
-    ) -> torch.Tensor:
-        """Index top-k of a run's rows first_row, first_row + 1, ...: returns the positions to use."""
+    def positions(self, choice: PositionChoice, context: StepContext) -> torch.Tensor:
+        """The positions to use, [T, S] as chosen."""
         ...
 
-    def experts(
-        self,
-        layer: int,
-        config: MoeConfig,
-        context: StepContext,
-        logits_TE: torch.Tensor,
-        bias_E: torch.Tensor | None,
-        routing: Routing,
-    ) -> Routing:
-        """Expert top-k of all own rows, chosen by score plus bias: returns the routing to use."""
+    def experts(self, choice: ExpertChoice, context: StepContext) -> Routing:
+        """The routing to use; experts are chosen by score plus bias."""
         ...
 
 

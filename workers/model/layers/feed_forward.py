@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from longprefill.kernels.contracts import Routing
 from longprefill.workers.model.config import DenseConfig, MoeConfig
-from longprefill.workers.model.layers.context import StepContext
+from longprefill.workers.model.layers.context import ExpertChoice, StepContext
 from longprefill.workers.model.layers.expert_exchange import run_experts
 from longprefill.workers.model.sharding import expert_ranges
 
@@ -99,7 +99,8 @@ class MoeLayer:
                 scale=config.weight_scale,
             )
         if ctx.choices is not None:
-            routing = ctx.choices.experts(self.index, config, ctx, logits_SE, bias_E, routing)
+            choice = ExpertChoice(layer=self.index, config=config, logits_TE=logits_SE, bias_E=bias_E, routing=routing)
+            routing = ctx.choices.experts(choice, ctx)
         return routing
 
     def _experts(self, x_SW: torch.Tensor, routing: Routing, ctx: StepContext) -> torch.Tensor:

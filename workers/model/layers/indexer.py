@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from longprefill.partition.layout import Fragment
 from longprefill.workers.cache.states import PoolTail
 from longprefill.workers.model.config import IndexerConfig
-from longprefill.workers.model.layers.context import StepContext
+from longprefill.workers.model.layers.context import PositionChoice, StepContext
 from longprefill.workers.model.layers.rotation import rope_frequencies, rotate
 
 
@@ -117,9 +117,17 @@ class Indexer:
                     q_TIX, w_TI, keys, start=start, topk=config.topk, pool=config.pool
                 )
         if ctx.choices is not None:
-            chosen_TK = ctx.choices.positions(
-                self.index, run, first_row, chosen_TK, q_TIX, w_TI, keys, config.pool, ctx
+            choice = PositionChoice(
+                layer=self.index,
+                run=run,
+                first_row=first_row,
+                chosen_TS=chosen_TK,
+                query_TIX=q_TIX,
+                weight_TI=w_TI,
+                keys=keys,
+                pool=config.pool,
             )
+            chosen_TK = ctx.choices.positions(choice, ctx)
         return chosen_TK
 
     def _rotate(self, x_SHX: torch.Tensor, ctx: StepContext) -> torch.Tensor:
