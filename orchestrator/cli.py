@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, NoReturn, ParamSpec, cast
+from typing import Annotated, cast
 
 import typer
 
-from longprefill.orchestrator.errors import RunFailed
-from longprefill.partition.errors import UserError
+from longprefill.orchestrator.bench_command import bench
+from longprefill.orchestrator.command_edge import end, terminate, user_facing
 
-P = ParamSpec("P")
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 """What the option parser raises for any wrong call; typer has had two homes for it."""
 
@@ -26,37 +21,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench)
 
 
 @app.callback()
 def _root() -> None:
     """Exact context-parallel prefill of very long prompts for hybrid KDA + DSA language models."""
-
-
-def user_facing(command: Callable[P, None]) -> Callable[P, None]:
-    """Turns expected failures into one line and an exit code; anything else keeps its traceback."""
-
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-        except UserError as error:
-            _end(str(error), 2)
-        except RunFailed as error:
-            _end(str(error), 1)
-        except KeyboardInterrupt:
-            _end("interrupted", 130)
-        except BrokenPipeError:
-            # whoever read our output has left; what is still buffered must not fail again at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(141)
-
-    return wrapped
-
-
-def _end(message: str, code: int) -> NoReturn:
-    print(f"longprefill: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(code)
 
 
 @app.command()
@@ -90,7 +60,7 @@ def run(
     """Prefill one prompt on local ranks, hand it to a decode worker and generate."""
     from longprefill.orchestrator.run_command import RunRequest, run_prompt
 
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, terminate)
     run_prompt(
         RunRequest(
             model=model,
@@ -146,7 +116,7 @@ def align(
     from longprefill.orchestrator.align.command import align as run_alignment
     from longprefill.orchestrator.align.request import AlignRequest
 
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, terminate)
     agrees = run_alignment(
         AlignRequest(
             model=model,
@@ -223,11 +193,6 @@ def simulate(
     )
 
 
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    # as Ctrl-C, so that every context manager ends what it started
-    raise KeyboardInterrupt
-
-
 def _given(error: Exception) -> str:
     """The option and the value that the parser could not read: its message names only the option."""
     if not isinstance(error, typer.BadParameter) or error.param is None:
@@ -249,7 +214,7 @@ def main() -> None:
         code = app(standalone_mode=False)
     except UsageError as error:
         command = "longprefill" if error.ctx is None else error.ctx.command_path
-        _end(f"{_given(error)}{error.format_message().rstrip('.')}: see {command} --help", 2)
+        end(f"{_given(error)}{error.format_message().rstrip('.')}: see {command} --help", 2)
     except (typer.Abort, KeyboardInterrupt):
-        _end("interrupted", 130)
+        end("interrupted", 130)
     sys.exit(code if isinstance(code, int) else 0)
