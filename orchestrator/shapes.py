@@ -49,9 +49,12 @@ def _mla(mla: MlaConfig, settings: ClusterSettings) -> MlaShape:
     indexer = None
     if mla.indexer is not None:
         indexer = IndexerShape(
-            num_heads=mla.indexer.num_heads, head_dim=mla.indexer.head_dim, topk=mla.indexer.topk, pool=mla.indexer.pool
+            num_heads=mla.indexer.num_heads,
+            head_dim=mla.indexer.head_dim,
+            topk=mla.indexer.topk,
+            pool=mla.indexer.pool,
+            key_bytes=key_row_bytes(settings.index, mla.indexer.head_dim),
         )
-        row_bytes += key_row_bytes(settings.index, mla.indexer.head_dim) // mla.indexer.pool
     elif mla.shared_selection is not None:
         # attends to a selection that cost nothing here: an indexer without heads
         indexer = IndexerShape(num_heads=0, head_dim=0, topk=mla.shared_selection.topk, pool=mla.shared_selection.pool)

@@ -52,6 +52,8 @@ class IndexerShape:
     topk: int
     pool: int = 1
     """Tokens of one pooled key; 1: every key is scored."""
+    key_bytes: int = 0
+    """Bytes of one key row, one a pool, where it travels beside `MlaShape.row_bytes`; 0: not, or counted there."""
 
     def __post_init__(self) -> None:
         if self.pool < 1:
@@ -71,7 +73,8 @@ class MlaShape:
     rope_dim: int
     value_dim: int
     row_bytes: int
-    """Bytes of one token's packed cache row as it travels: latent, rope key and index key in their cache formats."""
+    """Bytes of what travels of every token: latent and rope key in their cache format, and index keys that
+    `IndexerShape.key_bytes` does not count."""
     indexer: IndexerShape | None
     """None: dense MLA."""
     is_gated: bool = False

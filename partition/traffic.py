@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from longprefill.partition.halo import RowSource, halo_moves, tail_sources
+from longprefill.partition.halo import RowSource, halo_moves
 from longprefill.partition.layout import Layout
 from longprefill.partition.shapes import KdaShape, LayerShape, MlaShape, ModelShape
 from longprefill.partition.work import Exchange, chain_role, check_exchange, head_share
@@ -73,33 +73,36 @@ def summary_traffic(layout: Layout, kda: KdaShape, exchange: Exchange, *, head_g
     return _relayed(layout, kda, kda.num_value_heads if head_groups is None else head_groups)
 
 
-def cache_row_traffic(layout: Layout, row_bytes: int) -> PerRank:
-    """The packed gather of one layer's cache rows: every row of the step reaches every rank."""
-    return _gathered([num_rows * row_bytes for num_rows in layout.row_counts])
+def cache_row_traffic(layout: Layout, mla: MlaShape) -> PerRank:
+    """The packed gather of one layer's cache rows: every row of the step, and the key of every pool that it completes,
+    reaches every rank."""
+    part_bytes = [num_rows * mla.row_bytes for num_rows in layout.row_counts]
+    if mla.indexer is not None:
+        pool = mla.indexer.pool
+        for fragment in layout.fragments:
+            num_keys = fragment.end // pool - fragment.start // pool
+            part_bytes[fragment.rank] += num_keys * mla.indexer.key_bytes
+    return _gathered(part_bytes)
 
 
 def boundary_traffic(layout: Layout, mixer: KdaShape | MlaShape, element_bytes: int) -> PerRank:
     """The boundary state of one layer at the step's end, brought to all ranks.
 
-    KDA: the chain's final state from the owner of its last fragment, the projected rows of the conv tail from theirs.
-    MLA with pooled keys: key and gate of the tokens of the incomplete pool. Other layers leave nothing but cache rows.
+    All of it comes from the owner of the chain's last fragment. KDA: the final state and the projected rows of the conv
+    tail. MLA with pooled keys: key and gate, fp32, of the tokens of the incomplete pool. Other layers leave nothing but
+    cache rows.
     """
     pair_bytes: Counter[tuple[int, int]] = Counter()
     for piece in layout.slices:
-        last = layout.chain(piece.job)[-1]
-        owned: Counter[int] = Counter()
+        sender = layout.chain(piece.job)[-1].rank
+        num_bytes = 0
         if isinstance(mixer, KdaShape):
-            owned[last.rank] += mixer.state_bytes
-            for source in tail_sources(layout, piece.job, max(mixer.conv_width - 1, 0)):
-                if isinstance(source, RowSource):
-                    owned[source.rank] += mixer.conv_channels * element_bytes
+            tail_rows = max(mixer.conv_width - 1, 0)
+            num_bytes = mixer.state_bytes + tail_rows * mixer.conv_channels * element_bytes
         elif mixer.indexer is not None:
-            # Pools divide a page, so the rows of an incomplete pool lie in the last fragment or in the old tail.
-            num_rows = min(piece.end % mixer.indexer.pool, last.length)
-            owned[last.rank] += num_rows * 2 * mixer.indexer.head_dim * element_bytes
-        for sender, num_bytes in owned.items():
-            for receiver in range(layout.num_ranks):
-                pair_bytes[sender, receiver] += num_bytes
+            num_bytes = piece.end % mixer.indexer.pool * 2 * 4 * mixer.indexer.head_dim
+        for receiver in range(layout.num_ranks):
+            pair_bytes[sender, receiver] += num_bytes
     return _by_rank(layout.num_ranks, _messages(pair_bytes))
 
 
@@ -116,7 +119,7 @@ def layer_traffic(
             "kda_states": summary_traffic(layout, mixer, exchange),
             "boundary": boundary,
         }
-    return {"cache_rows": cache_row_traffic(layout, mixer.row_bytes), "boundary": boundary}
+    return {"cache_rows": cache_row_traffic(layout, mixer), "boundary": boundary}
 
 
 def step_traffic(layout: Layout, model: ModelShape, exchange: Exchange = "all_gather") -> dict[str, PerRank]:

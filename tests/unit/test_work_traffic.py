@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longprefill.partition.generators import zigzag
-from longprefill.partition.halo import RowSource, halo_exchange, tail_sources
+from longprefill.partition.halo import halo_exchange
 from longprefill.partition.layout import PAGE_TOKENS, Fragment, Layout, Slice
 from longprefill.partition.traffic import (
     PerRank,
@@ -150,21 +151,33 @@ def test_cache_rows_reach_every_rank_once(layout: Layout) -> None:
     for fragment in layout.fragments:
         for receiver in range(layout.num_ranks):
             played.send("rows", fragment.rank, receiver, 100 * fragment.length)
-    assert cache_row_traffic(layout, 100) == played.per_rank()
+    assert cache_row_traffic(layout, mla(pool=4)) == played.per_rank()
+
+
+@given(tables())
+def test_only_complete_pools_travel(layout: Layout) -> None:
+    mixer = mla(pool=4)
+    assert mixer.indexer is not None
+    pooled = replace(mixer, row_bytes=0, indexer=replace(mixer.indexer, key_bytes=7))
+    played = Played(layout.num_ranks)
+    for fragment in layout.fragments:
+        for receiver in range(layout.num_ranks):
+            complete = [position for position in range(fragment.start, fragment.end) if position % 4 == 3]
+            played.send("rows", fragment.rank, receiver, 7 * len(complete))
+    assert cache_row_traffic(layout, pooled) == played.per_rank()
 
 
 @given(tables())
 def test_boundary_states_reach_every_rank(layout: Layout) -> None:
     played, pooled = Played(layout.num_ranks), Played(layout.num_ranks)
     for piece in layout.slices:
+        last = layout.chain(piece.job)[-1].rank
         for receiver in range(layout.num_ranks):
-            played.send("boundary", layout.chain(piece.job)[-1].rank, receiver, 5 * E_BYTES)
-            for source in tail_sources(layout, piece.job, 3):
-                if isinstance(source, RowSource):
-                    played.send("boundary", source.rank, receiver, 2 * CONV_CHANNELS)
-            for position in range(piece.end // 4 * 4, piece.end):
-                if position >= piece.start:
-                    pooled.send("boundary", layout.locate(piece.job, position).rank, receiver, 2 * 2 * 6)
+            played.send("boundary", last, receiver, 5 * E_BYTES)
+            for _ in range(3):
+                played.send("boundary", last, receiver, 2 * CONV_CHANNELS)
+            for _ in range(piece.end // 4 * 4, piece.end):
+                pooled.send("boundary", last, receiver, 2 * 4 * 6)
     assert boundary_traffic(layout, KDA, element_bytes=2) == played.per_rank()
     assert boundary_traffic(layout, mla(pool=4), element_bytes=2) == pooled.per_rank()
     assert boundary_traffic(layout, mla(pool=1), element_bytes=2) == (Traffic(),) * layout.num_ranks
