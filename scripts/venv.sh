@@ -53,7 +53,7 @@ make_venv() {
     echo "venv.sh: installing the packages of pyproject.toml at the versions of constraints.txt" >&2
     # Ours is built without isolation, so its build tools come first; the constraints hold for every step, torch above all.
     local pip=("$VENV/bin/python" -m pip --quiet --disable-pip-version-check install --constraint "$ROOT/constraints.txt")
-    if ! { "${pip[@]}" setuptools wheel && "${pip[@]}" --no-build-isolation --editable "$ROOT[dev]"; } >"$log" 2>&1; then
+    if ! { "${pip[@]}" setuptools wheel && "${pip[@]}" --no-build-isolation --editable "$ROOT[serve,dev]"; } >"$log" 2>&1; then
         cat "$log" >&2
         echo "venv.sh: the installation failed; what pip said stands above and in $log. Run it again to continue" >&2
         return 1

@@ -74,7 +74,7 @@ def test_every_install_is_constrained_and_only_changes_cause_one(checkout: Path,
     calls = log.read_text().splitlines()
     assert len(calls) == 2
     assert all(f"--constraint {checkout}/constraints.txt" in call for call in calls)
-    assert f"--no-build-isolation --editable {checkout}[dev]" in calls[1]
+    assert f"--no-build-isolation --editable {checkout}[serve,dev]" in calls[1]
 
     second = run_venv(checkout, **environment)
     assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
