@@ -1,0 +1,1 @@
+"""Hosts: the actors that own a prefill group or a decode worker and outlive the controller that commands them."""
