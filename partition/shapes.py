@@ -84,6 +84,20 @@ class MlaShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GqaShape:
+    """Dense grouped-query attention, which no family of the engine has: published systems are checked against it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    row_bytes: int
+    """Bytes of one token's keys and values as they travel."""
+
+    def __post_init__(self) -> None:
+        _refuse_negative(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DenseShape:
     """A dense gated feed-forward."""
 
@@ -103,6 +117,8 @@ class MoeShape:
     shared_intermediate: int
     latent_dim: int | None
     """Width in which the routed experts work; None: the hidden width."""
+    held_experts: int | None = None
+    """Experts whose weights one rank holds when they are spread over the mesh; None: all."""
 
     def __post_init__(self) -> None:
         _refuse_negative(self)
@@ -110,7 +126,7 @@ class MoeShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    mixer: KdaShape | MlaShape
+    mixer: KdaShape | MlaShape | GqaShape
     ffn: DenseShape | MoeShape
 
 
@@ -123,7 +139,11 @@ class ModelShape:
     element_bytes: int
     """Bytes of a number of the activations (2: bf16)."""
     attn_res_block: int | None
-    """Layers of an Attention Residuals block; None: plain residual stream."""
+    """Layers of an Attention Residuals block; None: plain residual stream, or hyper-connections."""
+    hyper_streams: int = 0
+    """Residual streams of hyper-connections; 0: none."""
+    vocab_size: int = 0
+    """Rows of the head that one rank holds; 0: the head is not counted."""
 
     def __post_init__(self) -> None:
         if self.attn_res_block is not None and self.attn_res_block < 1:

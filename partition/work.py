@@ -5,7 +5,8 @@ at the named tile; what an implementation happens to do beyond them is not count
 rotations, softmax and quantization. Notation: D hidden, C tile, K/V key and value dim, n visible keys of a query (its
 position + 1). KDA core, per value head and token: 6KV + 2C(K+V) (arXiv 2510.26692, section on the chunkwise form,
 without W); summary of a fragment + 4KV + 4K^2; a fold 2K^2 V a head. Indexer: 2 heads x dim a (query, key) pair. Sparse
-attention: 2H(2r + d_r) a selected key; dense, expanded: 2H(d_n + d_r + d_v) a visible key.
+attention: 2H(2r + d_r) a selected key; dense, expanded: 2H(d_n + d_r + d_v) a visible key; grouped queries 4 H d.
+Hyper-connections of M streams: 2MD(M^2 + 3M + 3) a sublayer. `operations.py` has the same item by item.
 """
 
 from __future__ import annotations
@@ -17,8 +18,17 @@ from typing import Literal, NamedTuple, get_args
 
 from longprefill.partition.halo import RowSource, halo_moves
 from longprefill.partition.layout import Fragment, Layout
+from longprefill.partition.row_work import (
+    expansion_row_flops,
+    ffn_flops,
+    kda_projection_flops,
+    kda_row_flops,
+    mla_projection_flops,
+    residual_flops,
+)
 from longprefill.partition.shapes import (
     DenseShape,
+    GqaShape,
     IndexerShape,
     KdaShape,
     LayerShape,
@@ -31,6 +41,7 @@ __all__ = [
     "DenseShape",
     "Exchange",
     "Flops",
+    "GqaShape",
     "Imbalance",
     "IndexerShape",
     "KdaShape",
@@ -42,6 +53,8 @@ __all__ = [
     "attn_res_sources",
     "chain_role",
     "check_exchange",
+    "folds",
+    "halo_flops",
     "head_share",
     "imbalance",
     "layer_flops",
@@ -160,12 +173,15 @@ def layer_flops(layout: Layout, layer: LayerShape, hidden: int, exchange: Exchan
     counts = [Flops() for _ in range(layout.num_ranks)]
     if isinstance(layer.mixer, KdaShape):
         parts = _kda_flops(layout, layer.mixer, hidden, exchange)
-    else:
+    elif isinstance(layer.mixer, MlaShape):
         parts = _mla_flops(layout, layer.mixer, hidden)
+    else:
+        parts = _gqa_flops(layout, layer.mixer, hidden)
     for rank, part in parts:
         counts[rank] += part
+    ffn = sum(ffn_flops(layer.ffn, hidden))
     for rank, num_rows in enumerate(layout.row_counts):
-        counts[rank] += Flops(ffn=num_rows * _ffn_flops(layer.ffn, hidden))
+        counts[rank] += Flops(ffn=num_rows * ffn)
     return tuple(counts)
 
 
@@ -175,11 +191,12 @@ def step_flops(layout: Layout, model: ModelShape, exchange: Exchange = "all_gath
     for layer, repeats in Counter(model.layers).items():
         for rank, flops in enumerate(layer_flops(layout, layer, model.hidden, exchange)):
             counts[rank] += _times(flops, repeats)
+    residual = len(model.layers) * residual_flops(model, 0)
     if model.attn_res_block is not None:
-        sources = attn_res_sources(len(model.layers), model.attn_res_block)
+        residual = residual_flops(model, attn_res_sources(len(model.layers), model.attn_res_block))
+    if residual:
         for rank, num_rows in enumerate(layout.row_counts):
-            # A source costs a norm's sum of squares, a logit and its share of the weighted sum: 2D each.
-            counts[rank] += Flops(residual=num_rows * sources * 6 * model.hidden)
+            counts[rank] += Flops(residual=num_rows * residual)
     return tuple(counts)
 
 
@@ -203,12 +220,31 @@ def imbalance(layouts: Layout | Sequence[Layout], model: ModelShape, exchange: E
     )
 
 
+def halo_flops(layout: Layout, kda: KdaShape, hidden: int) -> list[int]:
+    """Projections of the halo rows that came from another rank or fragment of this step, for every rank."""
+    counts = [0] * layout.num_ranks
+    for move in halo_moves(layout, max(kda.conv_width - 1, 0)):
+        if isinstance(move.source, RowSource):
+            counts[move.fragment.rank] += 2 * hidden * kda.conv_channels
+    return counts
+
+
+def folds(chain: Sequence[Fragment], num_ranks: int, num_heads: int, exchange: Exchange) -> list[int]:
+    """Products M S of every rank, over heads. The first fragment publishes a true state: the fold starts behind it."""
+    if exchange == "relay":
+        return [0] * num_ranks
+    if exchange == "head_transposed":
+        return [max(len(chain) - 2, 0) * head_share(num_heads, num_ranks, rank) for rank in range(num_ranks)]
+    last_order = [0] * num_ranks
+    for fragment in chain:
+        last_order[fragment.rank] = fragment.order
+    return [max(order - 1, 0) * num_heads for order in last_order]
+
+
 def _kda_flops(layout: Layout, kda: KdaShape, hidden: int, exchange: Exchange) -> Iterable[tuple[int, Flops]]:
-    heads, key, value = kda.num_value_heads, kda.key_dim, kda.value_dim
-    scan = heads * (6 * key * value + 2 * kda.tile * (key + value))
-    summary = heads * (4 * key * value + 4 * key * key)
-    fold = 2 * key * key * value
-    projection = _kda_projection_flops(kda, hidden)
+    scan, summary = kda_row_flops(kda)
+    fold = 2 * kda.key_dim * kda.key_dim * kda.value_dim
+    projection = kda_projection_flops(kda, hidden)
     for piece in layout.slices:
         chain = layout.chain(piece.job)
         for fragment in chain:
@@ -221,38 +257,14 @@ def _kda_flops(layout: Layout, kda: KdaShape, hidden: int, exchange: Exchange) -
                     projection=fragment.length * projection,
                 ),
             )
-        for rank, num_folds in enumerate(_folds(chain, layout.num_ranks, heads, exchange)):
+        for rank, num_folds in enumerate(folds(chain, layout.num_ranks, kda.num_value_heads, exchange)):
             yield rank, Flops(kda_fold=num_folds * fold)
-    for move in halo_moves(layout, max(kda.conv_width - 1, 0)):
-        if isinstance(move.source, RowSource):
-            yield move.fragment.rank, Flops(projection=2 * hidden * kda.conv_channels)
-
-
-def _folds(chain: Sequence[Fragment], num_ranks: int, num_heads: int, exchange: Exchange) -> list[int]:
-    """Products M S of every rank, over heads. The first fragment publishes a true state: the fold starts behind it."""
-    if exchange == "relay":
-        return [0] * num_ranks
-    if exchange == "head_transposed":
-        return [max(len(chain) - 2, 0) * head_share(num_heads, num_ranks, rank) for rank in range(num_ranks)]
-    last_order = [0] * num_ranks
-    for fragment in chain:
-        last_order[fragment.rank] = fragment.order
-    return [max(order - 1, 0) * num_heads for order in last_order]
-
-
-def _kda_projection_flops(kda: KdaShape, hidden: int) -> int:
-    heads, value_width = kda.num_value_heads, kda.num_value_heads * kda.value_dim
-    weights = hidden * kda.conv_channels + value_width * hidden
-    weights += hidden * kda.gate_rank + kda.gate_rank * heads * kda.key_dim + hidden * heads
-    if kda.output_gate_rank is None:
-        weights += hidden * value_width
-    else:
-        weights += hidden * kda.output_gate_rank + kda.output_gate_rank * value_width
-    return 2 * (weights + kda.conv_width * kda.conv_channels)
+    for rank, flops in enumerate(halo_flops(layout, kda, hidden)):
+        yield rank, Flops(projection=flops)
 
 
 def _mla_flops(layout: Layout, mla: MlaShape, hidden: int) -> Iterable[tuple[int, Flops]]:
-    projection = _mla_projection_flops(mla, hidden)
+    projection = sum(mla_projection_flops(mla, hidden))
     for fragment in layout.fragments:
         yield fragment.rank, Flops(projection=fragment.length * projection)
     if mla.indexer is None:
@@ -274,7 +286,7 @@ def _mla_flops(layout: Layout, mla: MlaShape, hidden: int) -> Iterable[tuple[int
 
 def _dense_flops(layout: Layout, mla: MlaShape) -> Iterable[tuple[int, Flops]]:
     pair = 2 * mla.num_heads * (mla.nope_dim + mla.rope_dim + mla.value_dim)
-    expanded_row = 2 * mla.kv_lora_rank * mla.num_heads * (mla.nope_dim + mla.value_dim)
+    expanded_row = expansion_row_flops(mla)
     num_expanded: dict[tuple[int, int], int] = {}
     for fragment in layout.fragments:
         yield fragment.rank, Flops(attention=pair * visible_keys(fragment.start, fragment.end))
@@ -283,31 +295,12 @@ def _dense_flops(layout: Layout, mla: MlaShape) -> Iterable[tuple[int, Flops]]:
         yield rank, Flops(expansion=num_rows * expanded_row)
 
 
-def _mla_projection_flops(mla: MlaShape, hidden: int) -> int:
-    query_width, value_width = mla.num_heads * (mla.nope_dim + mla.rope_dim), mla.num_heads * mla.value_dim
-    query_input = hidden if mla.q_lora_rank is None else mla.q_lora_rank
-    weights = query_input * query_width + hidden * (mla.kv_lora_rank + mla.rope_dim) + value_width * hidden
-    if mla.q_lora_rank is not None:
-        weights += hidden * mla.q_lora_rank
-    if mla.is_gated:
-        weights += hidden * value_width
-    if mla.indexer is not None:
-        indexer = mla.indexer
-        weights += query_input * indexer.num_heads * indexer.head_dim + hidden * (indexer.head_dim + indexer.num_heads)
-        weights += hidden * indexer.head_dim * (indexer.pool > 1)
-        weights += mla.num_heads * mla.kv_lora_rank * (mla.nope_dim + mla.value_dim)
-    return 2 * weights
-
-
-def _ffn_flops(ffn: DenseShape | MoeShape, hidden: int) -> int:
-    if isinstance(ffn, DenseShape):
-        return 6 * hidden * ffn.intermediate
-    width = hidden if ffn.latent_dim is None else ffn.latent_dim
-    weights = hidden * ffn.num_experts + 3 * hidden * ffn.shared_intermediate
-    weights += ffn.experts_per_token * 3 * width * ffn.intermediate
-    if ffn.latent_dim is not None:
-        weights += 2 * hidden * ffn.latent_dim
-    return 2 * weights
+def _gqa_flops(layout: Layout, gqa: GqaShape, hidden: int) -> Iterable[tuple[int, Flops]]:
+    inner = gqa.num_heads * gqa.head_dim
+    projection = 2 * hidden * (2 * inner + 2 * gqa.num_kv_heads * gqa.head_dim)
+    for fragment in layout.fragments:
+        pairs = visible_keys(fragment.start, fragment.end)
+        yield fragment.rank, Flops(attention=4 * inner * pairs, projection=fragment.length * projection)
 
 
 def _sum_of_pools(end: int, pool: int) -> int:
