@@ -132,6 +132,8 @@ class ApiKey:
     weight: float = 1.0
     """Share of the fleet that the tenant is entitled to, relative to the others'."""
     max_queued: int | None = None
+    operator: bool = False
+    """Sees and cancels every tenant's jobs, reads the metrics and the cluster."""
 
     def __post_init__(self) -> None:
         if not TENANT.fullmatch(self.tenant):
