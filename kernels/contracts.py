@@ -284,10 +284,22 @@ class RopeKernels(Protocol):
         ...
 
 
+class LogProbs(NamedTuple):
+    token: float
+    """Natural logarithm of the token's probability."""
+    top: tuple[tuple[int, float], ...]
+    """(token id, log-probability), best first."""
+
+
 class SamplingKernels(Protocol):
     def sample(
         self, logits_V: torch.Tensor, *, temperature: float, top_p: float, seed: int, sample: int, position: int
     ) -> int:
         """temperature 0: argmax, lowest id on ties. Else counter-based: the uniform number depends on (seed, sample,
         position) only, never on call order."""
+        ...
+
+    def logprobs(self, logits_V: torch.Tensor, *, token: int, num_top: int) -> LogProbs:
+        """fp32 log-softmax of the logits as they are (no temperature, no nucleus): the token's, and the `num_top` best
+        (log-probability descending, then id ascending; forbidden tokens left out)."""
         ...

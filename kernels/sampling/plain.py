@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from longprefill.kernels.contracts import LogProbs
+
 from .philox import uniform
 
 
@@ -36,6 +38,39 @@ def sample(logits_V: torch.Tensor, *, temperature: float, top_p: float, seed: in
     nucleus = min(int(torch.searchsorted(sums_V, top_p * sums_V[-1])), int((weights_V > 0).sum()) - 1)
     target = uniform(seed=seed, sample=sample, position=position) * sums_V[nucleus]
     return int(ids_V[min(int(torch.searchsorted(sums_V, target, right=True)), nucleus)])
+
+
+def logprobs(logits_V: torch.Tensor, *, token: int, num_top: int) -> LogProbs:
+    """Log-probabilities of `token` and of the `num_top` best tokens.
+
+    Args:
+        logits_V: any float dtype; -inf forbids a token.
+        num_top: 0 or more; fewer come when fewer tokens are allowed.
+
+    Raises:
+        ValueError: NaN or +inf logits, no allowed token, or a token outside the vocabulary.
+    """
+    check_logprobs_request(logits_V, token=token, num_top=num_top)
+    logprobs_V = logits_V.float().log_softmax(0)
+    own = float(logprobs_V[token])
+    num_top = min(num_top, logprobs_V.numel())
+    if num_top == 0:
+        return LogProbs(own, ())
+    # topk leaves the order of equal values open: take all that reach the last place, by id, and sort them stably
+    least = logprobs_V.topk(num_top).values[-1]
+    ids_N = torch.nonzero(logprobs_V >= least).flatten()
+    values_N, order_N = logprobs_V[ids_N].sort(descending=True, stable=True)
+    pairs = zip(ids_N[order_N][:num_top].tolist(), values_N[:num_top].tolist(), strict=True)
+    return LogProbs(own, tuple((number, value) for number, value in pairs if value > float("-inf")))
+
+
+def check_logprobs_request(logits_V: torch.Tensor, *, token: int, num_top: int) -> None:
+    """Raises ValueError for what has no log-probabilities."""
+    check_request(logits_V, temperature=0, top_p=1)
+    if not 0 <= token < logits_V.numel():
+        raise ValueError(f"token={token} is outside the vocabulary of {logits_V.numel()}")
+    if num_top < 0:
+        raise ValueError(f"num_top={num_top}: use 0 or more")
 
 
 def check_request(logits_V: torch.Tensor, *, temperature: float, top_p: float) -> None:

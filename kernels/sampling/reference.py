@@ -9,8 +9,10 @@ import math
 
 import torch
 
+from longprefill.kernels.contracts import LogProbs
+
 from .philox import uniform
-from .plain import check_request
+from .plain import check_logprobs_request, check_request
 
 
 def sample(logits_V: torch.Tensor, *, temperature: float, top_p: float, seed: int, sample: int, position: int) -> int:
@@ -31,3 +33,14 @@ def sample(logits_V: torch.Tensor, *, temperature: float, top_p: float, seed: in
         nucleus.append((token, reached))
     target = uniform(seed=seed, sample=sample, position=position) * reached
     return next((token for token, end in nucleus if end > target), nucleus[-1][0])
+
+
+def logprobs(logits_V: torch.Tensor, *, token: int, num_top: int) -> LogProbs:
+    """Log-probabilities of `token` and of the `num_top` best; same arguments and errors as the plain backend."""
+    check_logprobs_request(logits_V, token=token, num_top=num_top)
+    logits = logits_V.to(torch.float64).tolist()
+    largest = max(logits)
+    total = largest + math.log(math.fsum(math.exp(logit - largest) for logit in logits))
+    best_first = sorted(range(len(logits)), key=lambda number: (-logits[number], number))
+    top = [(number, logits[number] - total) for number in best_first[:num_top] if logits[number] > -math.inf]
+    return LogProbs(logits[token] - total, tuple(top))

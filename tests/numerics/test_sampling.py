@@ -135,3 +135,28 @@ def test_refusals(backend: Any) -> None:
         draw(backend, [0.0], top_p=0.0)
     with pytest.raises(ValueError, match="non-empty row"):
         draw(backend, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logprobs_of_known_probabilities(backend: Any) -> None:
+    """Ties come by id, forbidden tokens are left out, and temperature plays no part."""
+    logits = torch.tensor([0.25, 0.125, 0.0, 0.25, 0.375]).log()
+    found = backend.logprobs(logits, token=1, num_top=4)
+    assert found.token == pytest.approx(math.log(0.125), rel=1e-6)
+    assert [number for number, _ in found.top] == [4, 0, 3, 1]
+    assert [value for _, value in found.top] == pytest.approx([math.log(p) for p in (0.375, 0.25, 0.25, 0.125)])
+    assert len(backend.logprobs(logits, token=0, num_top=20).top) == 4
+    assert backend.logprobs(logits, token=0, num_top=0).top == ()
+    with pytest.raises(ValueError, match="token=5"):
+        backend.logprobs(logits, token=5, num_top=0)
+    with pytest.raises(ValueError, match="NaN"):
+        backend.logprobs(torch.tensor([0.0, math.nan]), token=0, num_top=0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+def test_logprobs_agree_with_the_reference(scale: float) -> None:
+    logits = scale * torch.randn(700, generator=make_generator(5)).round(decimals=2)
+    plainly, exactly = (b.logprobs(logits, token=17, num_top=50) for b in (plain, reference))
+    assert plainly.token == pytest.approx(exactly.token, rel=1e-5, abs=1e-4)
+    assert [number for number, _ in plainly.top] == [number for number, _ in exactly.top]
+    assert [value for _, value in plainly.top] == pytest.approx([value for _, value in exactly.top], rel=1e-5, abs=1e-4)
