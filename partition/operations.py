@@ -43,6 +43,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "residual": "memory",
         "kda.project": "gemm",
         "kda.conv": "memory",
+        "kda.prepare": "scan",
         "kda.scan": "scan",
         "kda.summary": "scan",
         "kda.fold": "scan",
@@ -122,7 +123,7 @@ def layer_operations(layout: Layout, layer: LayerShape, model: ModelShape, place
             before, after = _kda_operations(_KdaRank(layout, rank, kda_folds[rank], halos[rank]), mixer, model, place)
             works.append(LayerWork(before=before, after=after, route=route, ffn=ffn))
         elif isinstance(mixer, MlaShape):
-            before, beside, after = _mla_operations(local, mixer, model, own, place.num_tp)
+            before, beside, after = _mla_operations(local, mixer, model, place.num_tp, layout.num_tokens)
             works.append(LayerWork(before=before, beside=beside, after=after, route=route, ffn=ffn))
         else:
             before, after = _gqa_operations(local, mixer, model, rows)
@@ -190,10 +191,13 @@ def _kda_operations(
     element, hidden = model.element_bytes, model.hidden
     value_width = kda.num_value_heads * kda.value_dim
     width = kda.conv_channels + kda.num_value_heads * kda.key_dim + value_width
-    scan_flops, summary_flops = kda_row_flops(kda)
+    row_flops, summary_flops = kda_row_flops(kda)
+    prepare_flops = 2 * kda.num_value_heads * kda.tile * (kda.key_dim + kda.value_dim)
+    scan_flops = row_flops - prepare_flops
     output = kda_output_flops(kda, hidden)
     project = rows * (kda_projection_flops(kda, hidden) - output) + own.halo_flops
-    scan_bytes = element * (kda.conv_channels + value_width) + 4 * kda.num_value_heads * kda.key_dim
+    scan_bytes = element * (kda.conv_channels + value_width) // 2
+    prepare_bytes = scan_bytes + 4 * kda.num_value_heads * kda.key_dim
 
     def scanned(name: str, fragments: Iterable[Fragment], flops: int, per_row: int) -> list[Operation]:
         lengths = [fragment.length for fragment in fragments]
@@ -213,7 +217,9 @@ def _kda_operations(
     before = [
         Operation("kda.project", rows, 0, 1, project, _gemm_bytes(rows, hidden, width, element)),
         Operation("kda.conv", rows, 0, len(local), 0, rows * 4 * kda.conv_channels * element),
+        *scanned("kda.prepare", first, prepare_flops, prepare_bytes),
         *scanned("kda.scan", first, scan_flops, scan_bytes),
+        *scanned("kda.prepare", later, prepare_flops, prepare_bytes),
         *scanned("kda.summary", middle, summary_flops, scan_bytes),
     ]
     fold_bytes = num_folds * 4 * (kda.key_dim * kda.key_dim + 2 * kda.key_dim * kda.value_dim)
@@ -227,9 +233,11 @@ def _kda_operations(
 
 
 def _mla_operations(
-    local: Sequence[Fragment], mla: MlaShape, model: ModelShape, own: int, num_tp: int
+    local: Sequence[Fragment], mla: MlaShape, model: ModelShape, num_tp: int, num_written: int
 ) -> tuple[tuple[Operation, ...], ...]:
+    """`num_written`: rows of the whole step, which every rank writes to its pages."""
     rows = sum(fragment.length for fragment in local)
+    own = -(-rows // num_tp)
     element, hidden = model.element_bytes, model.hidden
     parts = mla_projection_flops(mla, hidden)
     query_width, value_width = mla.num_heads * (mla.nope_dim + mla.rope_dim), mla.num_heads * mla.value_dim
@@ -239,7 +247,8 @@ def _mla_operations(
     query_flops = rows * parts.query + own * parts.own_query
     query = Operation("mla.query", rows, 0, 1, query_flops, _gemm_bytes(rows, query_input, query_width, element))
     attended = [operation for fragment in local for operation in _attended(fragment, mla, element, num_tp)]
-    written = Operation("mla.write", rows, 0, len(local), 0, 2 * rows * mla.row_bytes)
+    row_bytes = mla.row_bytes + (0 if mla.indexer is None else mla.indexer.key_bytes // mla.indexer.pool)
+    written = Operation("mla.write", num_written, 0, len(local), 0, 2 * num_written * row_bytes)
     output_bytes = _gemm_bytes(rows, value_width, hidden, element)
     output = Operation("mla.output", rows, 0, 1, rows * parts.output, output_bytes)
     return tuple(before), (query,), (written, *_expanded_once(attended, local, mla), output)
