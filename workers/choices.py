@@ -27,13 +27,19 @@ Record = dict[Key, torch.Tensor]
 
 
 class Swap(NamedTuple):
-    """One row whose own choice differs from the recorded one. `distance` is as in `Replayer.worst`."""
+    """One row whose own choice differs from the recorded one.
+
+    `distance` is as in `Replayer.worst`. `regret` is by how much the best score that was recorded and not chosen here
+    exceeds the worst that was chosen, relative to the largest: 0 where the own choice is right by its own scores,
+    however far they are from those of the recorded run.
+    """
 
     kind: str
     layer: int
     job: int
     position: int
     distance: float
+    regret: float = 0.0
 
 
 @dataclass
@@ -89,13 +95,15 @@ class Replayer:
             is_one_size = (chosen_TS[t] >= 0).sum() == (replayed_TS[t] >= 0).sum() and len(own) == len(other)
             place = ("positions", choice.layer, run.job, start + t)
             if own_rest != other_rest or not is_one_size:
-                self._count(place, math.inf)
+                self._count(place, math.inf, math.inf)
                 continue
-            rows = torch.tensor([*own, *sorted(set(own) ^ set(other))], dtype=torch.int64)
+            gone, left = sorted(set(other) - set(own)), sorted(set(own) - set(other))
+            rows = torch.tensor([*own, *gone, *left], dtype=torch.int64)
             scores = context.kernels.indexer.scores(
                 choice.query_TIX[t : t + 1], choice.weight_TI[t : t + 1], choice.keys, rows[None]
             )[0]
-            self._count(place, _distance(scores[: len(own)], scores[len(own) :]))
+            chosen, differing = scores[: len(own)], scores[len(own) :]
+            self._count(place, _distance(chosen, differing), _regret(chosen, differing[: len(gone)]))
         return chosen_TS if self.keep_own else replayed_TS
 
     def experts(self, choice: ExpertChoice, context: StepContext) -> Routing:
@@ -111,10 +119,14 @@ class Replayer:
         rows_T = [(run.job, position) for run in context.runs for position in range(run.start, run.end)]
         swapped_T = (expert_TA.sort(dim=1).values != replayed_TA.sort(dim=1).values).any(dim=1)
         for t in swapped_T.nonzero()[:, 0].tolist():
-            differing = sorted(set(expert_TA[t].tolist()) ^ set(replayed_TA[t].tolist()))
-            distance = _distance(steering_TE[t, expert_TA[t]], steering_TE[t, differing])
+            own, other = set(expert_TA[t].tolist()), set(replayed_TA[t].tolist())
+            chosen = steering_TE[t, expert_TA[t]]
+            distance = _distance(chosen, steering_TE[t, sorted(own ^ other)])
             # where the choice of groups is a near tie, any expert of theirs may come or go with its group
-            self._count(("experts", choice.layer, *rows_T[t]), min(distance, _group_gap(steering_TE[t], config)))
+            gap = _group_gap(steering_TE[t], config)
+            distance = min(distance, gap)
+            regret = min(_regret(chosen, _in_chosen_groups(steering_TE[t], config)[sorted(other - own)]), gap)
+            self._count(("experts", choice.layer, *rows_T[t]), distance, regret)
             weight_A = score_TE[t, replayed_TA[t]]
             if config.normalize_weights:
                 weight_A = weight_A / (weight_A.sum() + 1e-20)
@@ -126,9 +138,10 @@ class Replayer:
         rows = [table[start + i] for i in range(own.shape[0])]
         return torch.stack(rows) if rows else own
 
-    def _count(self, place: Key, distance: float) -> None:
+    def _count(self, place: Key, distance: float, regret: float) -> None:
         distance = math.inf if math.isnan(distance) else distance
-        self.swapped.append(Swap(*place, distance))
+        regret = math.inf if math.isnan(regret) else regret
+        self.swapped.append(Swap(*place, distance, regret))
         self.swaps += 1
         self.worst = max(self.worst, distance)
 
@@ -149,11 +162,34 @@ def _distance(chosen: torch.Tensor, differing: torch.Tensor) -> float:
     return float(((differing - chosen.min()).abs() / largest).max())
 
 
+def _regret(chosen: torch.Tensor, passed_over: torch.Tensor) -> float:
+    """By how much the best score that was passed over exceeds the worst chosen one, relative to the largest chosen."""
+    if passed_over.numel() == 0:
+        return 0.0
+    largest = chosen.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    return float(((passed_over.max() - chosen.min()) / largest).clamp_min(0.0))
+
+
+def _in_chosen_groups(steering_E: torch.Tensor, config: MoeConfig) -> torch.Tensor:
+    """Scores of the experts whose groups compete; -inf elsewhere."""
+    if config.topk_groups == config.num_groups:
+        return steering_E
+    score_G = _group_scores(steering_E, config)
+    is_out_G = torch.ones_like(score_G, dtype=torch.bool)
+    is_out_G[score_G.topk(config.topk_groups).indices] = False
+    return steering_E.masked_fill(is_out_G.repeat_interleave(steering_E.numel() // config.num_groups), -torch.inf)
+
+
+def _group_scores(steering_E: torch.Tensor, config: MoeConfig) -> torch.Tensor:
+    """The sum of the two best scores of each group."""
+    groups_GE = steering_E.view(config.num_groups, -1)
+    return groups_GE.topk(min(2, groups_GE.shape[1]), dim=1).values.sum(dim=1)
+
+
 def _group_gap(steering_E: torch.Tensor, config: MoeConfig) -> float:
     """How far the last group that competes is from the first that does not, relative to the largest group score."""
     if config.topk_groups == config.num_groups:
         return math.inf
-    groups_GE = steering_E.view(config.num_groups, -1)
-    score_G = groups_GE.topk(min(2, groups_GE.shape[1]), dim=1).values.sum(dim=1).sort(descending=True).values
+    score_G = _group_scores(steering_E, config).sort(descending=True).values
     largest = score_G.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
     return float((score_G[config.topk_groups - 1] - score_G[config.topk_groups]) / largest)

@@ -23,16 +23,18 @@ if TYPE_CHECKING:
     from longprefill.workers.prefill import PrefillRank
 
 POINTS = (
-    "mixer input", "mixer output", "feed-forward input", "feed-forward output", "final hidden", "logits",
+    "mixer input", "latent rows", "index key rows", "mixer output", "feed-forward input", "feed-forward output",
+    "final hidden", "logits",
 )  # fmt: skip
-"""In the order of computation. The last two have the number of layers as their layer. Inputs are the normed rows."""
+"""In the order of computation. The last two have the number of layers as their layer. Inputs are the normed rows; cache
+rows are those that are encoded, by cache row (with k-pool one for several positions)."""
 
 Place = tuple[int, str]
 """(layer, point)."""
 
 
 class ProbeEntry(NamedTuple):
-    """Rows start, start + 1, ... of a job at a point of a layer."""
+    """Rows start, start + 1, ... of a job at a point of a layer, at least one."""
 
     layer: int
     point: str
@@ -54,7 +56,9 @@ class ActivationProbe:
             self.keep(layer, point, run.job, run.start, rows_SX[context.run_offsets[n] : context.run_offsets[n + 1]])
 
     def keep(self, layer: int, point: str, job: int, start: int, rows_SX: torch.Tensor) -> None:
-        """Copies rows that begin at position `start` of a job."""
+        """Copies rows that begin at position (or cache row) `start` of a job."""
+        if not rows_SX.shape[0]:
+            return
         rows = rows_SX.detach().float().cpu().flatten(1).clone().numpy()
         self.entries.append(ProbeEntry(layer, point, job, start, rows))
 
@@ -82,13 +86,15 @@ def observe(rank: PrefillRank, probe: ActivationProbe, job: int) -> RankObservat
 
 def leavings(rank: PrefillRank, job: int) -> dict[str, torch.Tensor]:
     """States (with the heads of all tensor-parallel ranks) and dequantized cache rows of a job, fp32, by name:
-    layers.N.state [G, K, V], .conv [W - 1, C], .pool_key, .pool_gate [n, X], .latent, .index_key [rows, X]. A
-    collective of the TP group."""
+    layers.N.state [G, K, V], .conv [W - 1, C], .pool_key, .pool_gate [n, X], .latent, .index_key [rows, X], and the
+    bytes of the latter two as .latent.stored, .index_key.stored uint8 [rows, B]. A collective of the TP group."""
     state = rank.whole_state(job)
     found = {name: tensor.float().cpu().clone() for name, tensor in state.named_tensors()}
     for kind in rank.pool.kinds:
         rows = rank.cache(job).rows(kind.layer, kind.kind, state.position)
-        found[f"layers.{kind.layer}.{kind.kind}"] = rows.read(0, rows.num_rows, torch.float32).cpu().clone()
+        name = f"layers.{kind.layer}.{kind.kind}"
+        found[name] = rows.read(0, rows.num_rows, torch.float32).cpu().clone()
+        found[name + ".stored"] = rows.read_bytes(0, rows.num_rows).cpu().clone()
     return found
 
 

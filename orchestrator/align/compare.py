@@ -6,7 +6,9 @@ Rules (design: choices are compared apart from numbers):
   its own choices, rows that a proven swap reaches are left out: of the swapping layer that row, of later layers every
   row from there on.
 - growth (bf16 or quantized caches): the RMS error against the exact run may be GROWTH times that of one rank in the
-  same numbers; all choices are those of the exact run.
+  same numbers; all choices are those of the exact run. Two faults that growth cannot see, because one rank has them as
+  well, are looked for apart: pages must hold what the format's definition makes of the rows that were encoded (CODES of
+  the elements may be one step off), and a choice must be right by the run's own scores.
 
     T tokens, X width of a row
 """
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 
+from longprefill.orchestrator.align.codes import compare_codes
 from longprefill.orchestrator.align.observation import Observation
 from longprefill.workers.choices import Swap
 from longprefill.workers.model.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig
@@ -28,13 +31,16 @@ TOLERANCE = 1e-5
 GROWTH = 1.25
 GROWTH_FLOOR = 1e-6
 """A growing error below this is none: fp32 rounding."""
+CODES = 1e-4
+"""Share of a layer's codes that may be one step from the right one."""
 CHOICE_STAGE = {"positions": 1, "experts": 3}
 """Where in a layer a choice takes effect: before everything of a later stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One comparison. `rms` is relative RMS, or for choices and greedy tokens the worst distance from a tie."""
+    """One comparison. `rms` is relative RMS; for choices and greedy tokens the worst distance from a tie; for codes the
+    share of those that are not the right ones."""
 
     layer: int | None
     """None behind the last layer."""
@@ -43,7 +49,7 @@ class Row:
     what: str
     rms: float
     worst: float
-    """Largest absolute difference."""
+    """Largest absolute difference, for codes in steps."""
     allowed: float
     compared: int
     """Rows that were compared."""
@@ -97,6 +103,9 @@ def pooled(runs: list[list[Row]]) -> list[Row]:
             if before is None:
                 by_place[row.place] = row
                 continue
+            if not any((*before.sums, *row.sums)):  # choices and codes
+                by_place[row.place] = max(before, row, key=lambda one: (not one.is_ok, one.rms))
+                continue
             sums = (before.sums[0] + row.sums[0], before.sums[1] + row.sums[1], before.sums[2] + row.sums[2])
             by_place[row.place] = replace(
                 before, rms=_ratio(sums[0], sums[1]), allowed=_growth(_ratio(sums[2], sums[1])),
@@ -108,12 +117,17 @@ def pooled(runs: list[list[Row]]) -> list[Row]:
 
 def _uncompared(expected: Observation, actual: Observation) -> list[str]:
     """Choices that nobody looked at. A run that resumed makes those of its own rows only."""
-    final = actual.activations.get((max((layer for layer, _ in expected.activations), default=0), "final hidden"))
-    first = expected.num_tokens - (0 if final is None else final.shape[0])
+    first = _first_position(expected, actual)
     num_made = sum(max(0, rows.shape[0] - max(0, first - start)) for (_, _, _, start), rows in expected.record.items())
     if actual.num_choices < num_made:
         return [f"{actual.num_choices} of {num_made} rows of choices were compared"]
     return []
+
+
+def _first_position(expected: Observation, actual: Observation) -> int:
+    """The first position that was computed and not read from a snapshot."""
+    final = actual.activations.get((max((layer for layer, _ in expected.activations), default=0), "final hidden"))
+    return expected.num_tokens - (0 if final is None else final.shape[0])
 
 
 class _Comparison:
@@ -136,6 +150,8 @@ class _Comparison:
             yield from self._activation(layer, kind, "mixer input", 0)
             names = ("conv", "state") if is_kda else ("latent", "index_key", "pool_key", "pool_gate")
             for name in names:
+                if self.base is not None and name in ("latent", "index_key"):
+                    yield from self._encoded(layer, kind, name, self.base)
                 yield from self._leaving(layer, kind, name)
             if isinstance(spec.mixer, MlaConfig) and spec.mixer.indexer is not None:
                 yield from self._choices(layer, kind, "positions", "index choices")
@@ -194,6 +210,34 @@ class _Comparison:
             row = replace(row, problem=row.problem or problem)
         yield row
 
+    def _encoded(self, layer: int, kind: str, name: str, base: Observation) -> Iterator[Row]:
+        """Rows before they are encoded, and what pages hold of them. A run that resumed encoded the last rows only."""
+        key, words = f"layers.{layer}.{name}", name.replace("_", " ")
+        expected = self.expected.leavings.get(key)
+        if expected is None:
+            return
+        tokens_a_row = self._pool(layer) if name == "index_key" else 1
+        expected = expected[_first_position(self.expected, self.actual) // tokens_a_row :]
+        count = expected.shape[0]
+        if not count:
+            return
+        point = f"{words} rows"
+        rows_NX = self.actual.activations.get((layer, point))
+        every_N = torch.zeros(count, dtype=torch.bool)
+        yield self._row(layer, kind, point, expected, rows_NX, every_N, base.activations[layer, point][-count:])
+        stored, read = self.actual.leavings.get(key + ".stored"), self.actual.leavings.get(key)
+        if rows_NX is None or stored is None or read is None or not rows_NX.shape[0] == count <= stored.shape[0]:
+            return
+        mixer = self.config.layers[layer].mixer
+        found = compare_codes(
+            base.numbers.of_rows(name), stored[-count:], rows_NX, read[-count:],
+            rope_dim=mixer.rope_dim if isinstance(mixer, MlaConfig) else 0,
+        )  # fmt: skip
+        yield Row(
+            layer=layer, kind=kind, what=f"{words} codes", rms=found.share, worst=found.worst_steps, allowed=CODES,
+            compared=count, problem=found.problem,
+        )  # fmt: skip
+
     def _pool(self, layer: int) -> int:
         mixer = self.config.layers[layer].mixer
         return mixer.indexer.pool if isinstance(mixer, MlaConfig) and mixer.indexer is not None else 1
@@ -229,11 +273,13 @@ class _Comparison:
         here = [swap for swap in self.actual.swapped if (swap.kind, swap.layer) == (choice, layer)]
         reached_T = self._excluded(layer, CHOICE_STAGE[choice], 0, self.expected.num_tokens)
         judged = [swap for swap in here if not reached_T[swap.position]]
-        is_judged = self.base is None
+        if self.base is None:
+            worst = max((swap.distance for swap in judged), default=0.0)
+        else:
+            worst = max((swap.regret for swap in judged), default=0.0)
         yield Row(
             layer=layer, kind=kind, what=what, swaps=len(here), excluded=len(here) - len(judged), worst=0.0,
-            rms=max((swap.distance for swap in judged), default=0.0) if is_judged else 0.0,
-            allowed=self.tolerance, compared=sum(rows.shape[0] for rows in recorded),
+            rms=worst, allowed=self.tolerance, compared=sum(rows.shape[0] for rows in recorded),
         )  # fmt: skip
 
     def _greedy(self, layer: int) -> Iterator[Row]:

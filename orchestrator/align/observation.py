@@ -18,12 +18,35 @@ LOGIT_ROWS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """In which numbers a run computes and keeps its rows."""
+
+    dtype: str
+    latent: str
+    index: str
+
+    @property
+    def is_exact(self) -> bool:
+        """fp32 throughout: results do not depend on the mesh."""
+        return self.dtype == self.latent == self.index == "fp32"
+
+    def of_rows(self, kind: str) -> str:
+        """The format of "latent" or "index_key" rows."""
+        return self.latent if kind == "latent" else self.index
+
+
+EXACT = Numbers(dtype="fp32", latent="fp32", index="fp32")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Observation:
     num_tokens: int
     activations: Mapping[Place, torch.Tensor]
     """fp32 rows by place (workers/probe.py), up to the last position; a run that resumed has no earlier ones."""
     leavings: Mapping[str, torch.Tensor]
     """States and cache rows by name (workers.probe.leavings)."""
+    numbers: Numbers = EXACT
+    """What was asked for; what came of it, the rows show."""
     record: Record = field(default_factory=dict)
     """The run's own choices, as those of job 0; empty where they were replayed."""
     num_choices: int = 0
@@ -40,7 +63,7 @@ class Observation:
 
 def from_ranks(
     ranks: Sequence[RankObservation], num_tokens: int, *, record: Record | None = None, num_choices: int = 0,
-    swapped: Sequence[Swap] = (), keeps_own: bool = False,
+    swapped: Sequence[Swap] = (), keeps_own: bool = False, numbers: Numbers = EXACT,
 ) -> Observation:  # fmt: skip
     """Puts together what all ranks of a mesh have to show of one job."""
     problems: list[str] = []
@@ -57,6 +80,7 @@ def from_ranks(
     return Observation(
         num_tokens=num_tokens,
         activations=activations,
+        numbers=numbers,
         leavings={name: torch.from_numpy(array.copy()) for name, array in ranks[0].leavings.items()},
         record=record or {},
         num_choices=num_choices,

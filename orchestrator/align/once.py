@@ -9,11 +9,11 @@ from rich.console import Console
 
 from longprefill.orchestrator.align.compare import Row, compare
 from longprefill.orchestrator.align.mesh import observe_mesh, whole_step
-from longprefill.orchestrator.align.observation import Observation
+from longprefill.orchestrator.align.observation import EXACT, Numbers, Observation
 from longprefill.orchestrator.align.oracle import Oracle
 from longprefill.orchestrator.align.report import table_of
 from longprefill.orchestrator.align.request import DEFAULT_TOKENS, AlignRequest
-from longprefill.orchestrator.align.single import EXACT, Numbers, SingleRank
+from longprefill.orchestrator.align.single import SingleRank
 from longprefill.orchestrator.cluster import LocalCluster
 from longprefill.orchestrator.plan import check_prompt_length
 from longprefill.workers.model.config import ModelConfig

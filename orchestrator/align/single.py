@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 
 from longprefill.comms.solo import SoloGroup
 from longprefill.kernels.backends import resolve
-from longprefill.orchestrator.align.observation import LOGIT_ROWS, Observation, from_ranks
+from longprefill.orchestrator.align.observation import LOGIT_ROWS, Numbers, Observation, from_ranks
 from longprefill.partition.layout import PAGE_TOKENS, Slice
 from longprefill.workers.cache.pages import CacheFormats, CachePool, cache_kinds, pool_bytes
 from longprefill.workers.choices import Record, Recorder, Replayer
@@ -23,35 +22,21 @@ from longprefill.workers.probe import ActivationProbe, observe
 from longprefill.workers.trace import Tracer
 
 
-@dataclass(frozen=True, kw_only=True)
-class Numbers:
-    """In which numbers a run computes and keeps its rows."""
-
-    dtype: str
-    latent: str
-    index: str
-
-    @property
-    def is_exact(self) -> bool:
-        """fp32 throughout: results do not depend on the mesh."""
-        return self.dtype == self.latent == self.index == "fp32"
-
-
-EXACT = Numbers(dtype="fp32", latent="fp32", index="fp32")
-
-
 class SingleRank:
     """A model on one rank in this process, kept between prompts."""
 
     def __init__(self, model_dir: str | Path, numbers: Numbers) -> None:
         self.config = read_config(model_dir)
+        self.numbers = numbers
         self.dtype = TORCH_DTYPES[numbers.dtype]
-        self.formats = CacheFormats(latent=numbers.latent, index_key=numbers.index)
         self.model = Model(self.config, load_weights(model_dir, self.config, dtype=self.dtype))
 
-    def run(self, tokens: np.ndarray, record: Record | None = None) -> Observation:
-        """Records the run's own choices, or replays those of `record`."""
-        kinds = cache_kinds(self.config, self.formats)
+    def run(self, tokens: np.ndarray, record: Record | None = None, numbers: Numbers | None = None) -> Observation:
+        """Records the run's own choices, or replays those of `record`. `numbers` of the same dtype may keep rows in
+        other formats."""
+        numbers = numbers or self.numbers
+        assert numbers.dtype == self.numbers.dtype
+        kinds = cache_kinds(self.config, CacheFormats(latent=numbers.latent, index_key=numbers.index))
         num_pages = -(-len(tokens) // PAGE_TOKENS)
         pool = CachePool(torch.zeros(pool_bytes(kinds, num_pages), dtype=torch.uint8), kinds, num_pages)
         rank = PrefillRank(self.model, SoloGroup(), pool, resolve("cpu"), dtype=self.dtype, tracer=Tracer(False))
@@ -62,5 +47,5 @@ class SingleRank:
         rank.run_step(StepPlan(slices=whole, layout="zigzag", exchange="all_gather", logits_of=()))
         seen = [observe(rank, probe, 0)]
         if isinstance(choices, Recorder):
-            return from_ranks(seen, len(tokens), record=choices.record)
-        return from_ranks(seen, len(tokens), num_choices=choices.rows, swapped=choices.swapped)
+            return from_ranks(seen, len(tokens), record=choices.record, numbers=numbers)
+        return from_ranks(seen, len(tokens), num_choices=choices.rows, swapped=choices.swapped, numbers=numbers)

@@ -18,7 +18,7 @@ from longprefill.comms.group import Group
 from longprefill.comms.thread_group import run_ranks
 from longprefill.kernels.backends import resolve
 from longprefill.orchestrator.align.compare import Row, compare, first_deviation
-from longprefill.orchestrator.align.observation import LOGIT_ROWS, Observation, from_ranks, renumbered
+from longprefill.orchestrator.align.observation import LOGIT_ROWS, Numbers, Observation, from_ranks, renumbered
 from longprefill.workers.cache.pages import CacheFormats, CachePool, cache_kinds, pool_bytes
 from longprefill.workers.choices import Record, Recorder, Replayer
 from longprefill.workers.model.config import ModelConfig
@@ -45,6 +45,16 @@ class Whole:
     weights: Mapping[str, torch.Tensor]
     dtype: torch.dtype
     formats: CacheFormats
+
+    @property
+    def numbers(self) -> Numbers:
+        dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
+        return Numbers(dtype=dtype, latent=self.formats.latent, index=self.formats.index_key)
+
+    @property
+    def exact(self) -> Whole:
+        """The same weights in fp32 throughout; made once."""
+        return _exact(self)
 
     @property
     def identity(self) -> SnapshotIdentity:
@@ -76,6 +86,13 @@ def whole_model(
         for name, shape in parameter_shapes(config).items()
     }
     return Whole(config=config, weights=weights, dtype=dtype, formats=CacheFormats(latent=latent, index_key=index_key))
+
+
+@functools.cache
+def _exact(whole: Whole) -> Whole:
+    weights = {name: weight.float() for name, weight in whole.weights.items()}
+    formats = CacheFormats(latent="fp32", index_key="fp32")
+    return Whole(config=whole.config, weights=weights, dtype=torch.float32, formats=formats)
 
 
 def mesh_config(**fields: Any) -> dict[str, Any]:
@@ -154,7 +171,7 @@ def run_mesh(
         found[job.number] = from_ranks(
             [seen[job.number] for seen, *_ in ranks], job.tokens.numel(), record=renumbered(own, 0),
             num_choices=sum(c.rows for _, c, _ in ranks if isinstance(c, Replayer)), swapped=swapped,
-            keeps_own=not replay,
+            keeps_own=not replay, numbers=whole.numbers,
         )  # fmt: skip
     return found
 
@@ -166,7 +183,8 @@ def _check_logits(jobs: Sequence[Job], mesh: Mesh, by_rank: list[dict[int, torch
         assert len(owners) in (0, mesh.tp), f"job {job.number}: logits on ranks {owners}"
         assert len({rank // mesh.tp for rank in owners}) <= 1
         for rank in owners:
-            assert torch.equal(by_rank[rank][job.number], by_rank[owners[0]][job.number])
+            one, other = by_rank[rank][job.number], by_rank[owners[0]][job.number]
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @functools.cache
@@ -176,23 +194,35 @@ def one_rank(whole: Whole, num_tokens: int, seed: int = 0) -> Observation:
     return run_mesh(whole, [job], steps_of([job], WHOLE), Mesh())[0]
 
 
+@functools.cache
+def one_inexact_rank(whole: Whole, num_tokens: int, seed: int = 0) -> Observation:
+    """`one_rank` in the model's own numbers, with the choices of the exact run; computed once a session."""
+    job = Job(number=0, tokens=prompt(num_tokens, seed, whole.config.vocab_size))
+    record = one_rank(whole.exact, num_tokens, seed).record
+    return run_mesh(whole, [job], steps_of([job], WHOLE), Mesh(), record=record)[0]
+
+
 def rows_of(
     whole: Whole, lengths: Sequence[int], step_tokens: int | Steps, mesh: Mesh, *, replay: bool = True,
     snapshots: Sequence[Path] = (), starts: Mapping[int, int] | None = None, layout: Any = "zigzag",
 ) -> list[Row]:  # fmt: skip
-    """Prompts of these lengths (job numbers and seeds 0, 1, ...) over the mesh, compared with one rank's runs."""
+    """Prompts of these lengths (job numbers and seeds 0, 1, ...) over the mesh, compared with one rank's exact runs;
+    where the model is not exact, by the growth rule."""
     jobs = [
         Job(number=n, tokens=prompt(length, n, whole.config.vocab_size), snapshot=snapshots[n] if snapshots else None)
         for n, length in enumerate(lengths)
     ]
     steps = steps_of(jobs, step_tokens, starts) if isinstance(step_tokens, int) else step_tokens
+    is_exact = whole.numbers.is_exact
+    expected = [one_rank(whole if is_exact else whole.exact, length, n) for n, length in enumerate(lengths)]
+    bases = [None if is_exact else one_inexact_rank(whole, length, n) for n, length in enumerate(lengths)]
     record: Record = {}
-    for n, length in enumerate(lengths):
-        record |= renumbered(one_rank(whole, length, n).record, n)
+    for n, observation in enumerate(expected):
+        record |= renumbered(observation.record, n)
     found = run_mesh(whole, jobs, steps, mesh, record=record, replay=replay, layout=layout)
     rows: list[Row] = []
-    for n, length in enumerate(lengths):
-        rows += compare(whole.config, one_rank(whole, length, n), found[n])
+    for n, observation in enumerate(expected):
+        rows += compare(whole.config, observation, found[n], base=bases[n])
     return rows
 
 

@@ -13,10 +13,10 @@ import torch
 
 from longprefill.orchestrator.align.compare import compare, first_deviation, pooled
 from longprefill.orchestrator.align.dequantized import write_dequantized
-from longprefill.orchestrator.align.observation import Observation, renumbered
+from longprefill.orchestrator.align.observation import EXACT, Numbers, Observation, renumbered
 from longprefill.orchestrator.align.report import document_of, last_line, table_of
 from longprefill.orchestrator.align.request import check_oracle
-from longprefill.orchestrator.align.single import EXACT, Numbers, SingleRank
+from longprefill.orchestrator.align.single import SingleRank
 from longprefill.partition.errors import ModelError, UserError
 from longprefill.workers.choices import Swap
 from longprefill.workers.model.checkpoint import write_checkpoint

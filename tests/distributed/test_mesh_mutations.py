@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from longprefill.comms.group import Group
-from longprefill.orchestrator.align.compare import first_deviation
+from longprefill.orchestrator.align.compare import compare, first_deviation
 from longprefill.partition.layout import Fragment, Slice
 from longprefill.partition.shards import RowShards
 from longprefill.workers.cache import states
@@ -26,9 +26,10 @@ from longprefill.workers.model.layers.feed_forward import DenseLayer, MoeLayer
 from longprefill.workers.prefill import PrefillRank
 from longprefill.workers.probe import ProbeEntry, assemble
 
-from .engine_support import WHOLE, Job, prompt
+from .engine_support import WHOLE, Job, prompt, steps_of
 from .mesh_faults import FAULTS, LENGTH, MESH, WHOLE_MODEL, Fault, OnlyIn, shifted_start, wrap
 from .mesh_support import Mesh, assert_agrees, one_rank, rows_of, run_mesh
+from .quantized_faults import QUANTIZED, QUANTIZED_FAULTS
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
@@ -38,6 +39,37 @@ def test_a_fault_is_found_in_its_layer(fault: Fault, monkeypatch: pytest.MonkeyP
     deviation = fault.deviation()
     assert deviation is not None, "the fault changes nothing"
     assert deviation.startswith(f"{fault.place}: "), deviation
+
+
+@pytest.fixture(scope="module")
+def sound_rows() -> None:
+    """The quantized model without a fault."""
+    assert_agrees(rows_of(QUANTIZED, [LENGTH], WHOLE, Mesh(cp=2)))
+
+
+@pytest.mark.usefixtures("sound_rows")
+@pytest.mark.parametrize("fault", QUANTIZED_FAULTS.values(), ids=list(QUANTIZED_FAULTS))
+def test_a_fault_of_quantized_rows_is_found_in_its_layer(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault.apply(OnlyIn(monkeypatch, fault.layer))
+    deviation = fault.deviation()
+    assert deviation is not None, "the fault changes nothing"
+    assert deviation.startswith(f"{fault.place}: "), deviation
+
+
+@pytest.mark.parametrize("fault", ["floor scale", "keys read with other scales", "latents rounded toward zero"])
+def test_one_rank_with_the_same_fault_hides_nothing(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of one rank with the same fault grow by the same, so growth alone would accept both."""
+    case = QUANTIZED_FAULTS[fault]
+    job = Job(number=0, tokens=prompt(LENGTH, 0, QUANTIZED.config.vocab_size))
+    expected = one_rank(QUANTIZED.exact, LENGTH)
+    case.apply(OnlyIn(monkeypatch, case.layer))
+    base, found = (
+        run_mesh(QUANTIZED, [job], steps_of([job], WHOLE), mesh, record=expected.record)[0]
+        for mesh in (Mesh(), case.mesh)
+    )
+    deviation = first_deviation(compare(QUANTIZED.config, expected, found, base=base))
+    assert deviation is not None
+    assert deviation.startswith(f"{case.place}: "), deviation
 
 
 def test_partial_sums_of_a_dense_layer(monkeypatch: pytest.MonkeyPatch) -> None:

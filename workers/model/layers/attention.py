@@ -79,8 +79,9 @@ class AttentionLayer:
             k_rope_SHP = k_rope_SP[:, None]
             k_rope_SHP = rotate(k_rope_SHP, ctx.own_positions_S, self.inv_freq, config.rope, ctx.kernels.rope)
             k_rope_SP = k_rope_SHP[:, 0]
-        row_format = ctx.pool.kind_of[self.index, "latent"].format
-        return row_format.encode(torch.cat((latent_SR, k_rope_SP), dim=1))
+        row_SL = torch.cat((latent_SR, k_rope_SP), dim=1)
+        ctx.observe(self.index, "latent rows", row_SL)
+        return ctx.pool.kind_of[self.index, "latent"].format.encode(row_SL)
 
     def _query_latent(self, x_SD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """What q_b and the indexer's wq_b read: the normed q latent, or x itself without a q latent."""

@@ -82,6 +82,10 @@ class Probe(Protocol):
         """Own rows [S, ...] at a point of a layer, which must not be changed or kept without a copy."""
         ...
 
+    def keep(self, layer: int, point: str, job: int, start: int, rows_SX: torch.Tensor) -> None:
+        """Rows start, start + 1, ... of a job, likewise."""
+        ...
+
 
 @dataclass(kw_only=True)
 class StepContext:

@@ -48,6 +48,7 @@ class Indexer:
         )
         key_SX = self._rotate(key_SX[:, None], ctx)[:, 0]
         if self.config.pool == 1:
+            ctx.observe(self.index, "index key rows", key_SX)
             row_format = ctx.pool.kind_of[self.index, "index_key"].format
             return list(row_format.encode(key_SX).split([run.length for run in ctx.runs]))
         gate_SX = F.linear(x_SD, weights["indexer.pool_gate"])
@@ -71,6 +72,8 @@ class Indexer:
                 key_nX=key_TX[complete:].clone(), gate_nX=gate_TX[complete:].clone()
             )
         pooled = ctx.kernels.indexer.pool_keys(key_TX[:complete], gate_TX[:complete], self.weights["indexer.pool_bias"])
+        if ctx.probe is not None:
+            ctx.probe.keep(self.index, "index key rows", run.job, run.start // self.config.pool, pooled)
         return ctx.pool.kind_of[self.index, "index_key"].format.encode(pooled)
 
     def queries(
