@@ -118,7 +118,7 @@ def layer_operations(layout: Layout, layer: LayerShape, model: ModelShape, place
         rows = layout.row_counts[rank]
         own = -(-rows // place.num_tp)
         route, ffn = _ffn_operations(layer.ffn, model, rows, own)
-        ffn += _residual_operations(model, own, place.residual_sources)
+        ffn += residual_operations(model, own, place.residual_sources)
         if isinstance(mixer, KdaShape):
             before, after = _kda_operations(_KdaRank(layout, rank, kda_folds[rank], halos[rank]), mixer, model, place)
             works.append(LayerWork(before=before, after=after, route=route, ffn=ffn))
@@ -342,7 +342,7 @@ def _ffn_operations(
     return (route,), (experts, Operation("moe.shared", rows, 0, 1, rows * parts.shared, shared_bytes))
 
 
-def _residual_operations(model: ModelShape, own: int, sources: int) -> tuple[Operation, ...]:
+def residual_operations(model: ModelShape, own: int, sources: int) -> tuple[Operation, ...]:
     """Two norms and two additions a layer, and the mixing of a residual scheme."""
     row_bytes = model.hidden * model.element_bytes
     norms = Operation("norms", own, 0, 1, 0, own * 10 * row_bytes)

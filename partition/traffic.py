@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from longprefill.partition.halo import RowSource, halo_moves
 from longprefill.partition.layout import Layout
-from longprefill.partition.shapes import KdaShape, LayerShape, MlaShape, ModelShape
+from longprefill.partition.shapes import GqaShape, KdaShape, LayerShape, MlaShape, ModelShape
 from longprefill.partition.work import Exchange, chain_role, check_exchange, head_share
 
 
@@ -67,17 +67,17 @@ def summary_traffic(layout: Layout, kda: KdaShape, exchange: Exchange, *, head_g
     """
     check_exchange(exchange)
     if exchange == "all_gather":
-        return _gathered(_published_bytes(layout, kda))
+        return _gathered(published_bytes(layout, kda))
     if exchange == "head_transposed":
         return _head_transposed(layout, kda)
     return _relayed(layout, kda, kda.num_value_heads if head_groups is None else head_groups)
 
 
-def cache_row_traffic(layout: Layout, mla: MlaShape) -> PerRank:
+def cache_row_traffic(layout: Layout, mla: MlaShape | GqaShape) -> PerRank:
     """The packed gather of one layer's cache rows: every row of the step, and the key of every pool that it completes,
     reaches every rank."""
     part_bytes = [num_rows * mla.row_bytes for num_rows in layout.row_counts]
-    if mla.indexer is not None:
+    if isinstance(mla, MlaShape) and mla.indexer is not None:
         pool = mla.indexer.pool
         for fragment in layout.fragments:
             num_keys = fragment.end // pool - fragment.start // pool
@@ -85,7 +85,7 @@ def cache_row_traffic(layout: Layout, mla: MlaShape) -> PerRank:
     return _gathered(part_bytes)
 
 
-def boundary_traffic(layout: Layout, mixer: KdaShape | MlaShape, element_bytes: int) -> PerRank:
+def boundary_traffic(layout: Layout, mixer: KdaShape | MlaShape | GqaShape, element_bytes: int) -> PerRank:
     """The boundary state of one layer at the step's end, brought to all ranks.
 
     All of it comes from the owner of the chain's last fragment. KDA: the final state and the projected rows of the conv
@@ -99,7 +99,7 @@ def boundary_traffic(layout: Layout, mixer: KdaShape | MlaShape, element_bytes: 
         if isinstance(mixer, KdaShape):
             tail_rows = max(mixer.conv_width - 1, 0)
             num_bytes = mixer.state_bytes + tail_rows * mixer.conv_channels * element_bytes
-        elif mixer.indexer is not None:
+        elif isinstance(mixer, MlaShape) and mixer.indexer is not None:
             num_bytes = piece.end % mixer.indexer.pool * 2 * 4 * mixer.indexer.head_dim
         for receiver in range(layout.num_ranks):
             pair_bytes[sender, receiver] += num_bytes
@@ -134,7 +134,7 @@ def step_traffic(layout: Layout, model: ModelShape, exchange: Exchange = "all_ga
     return totals
 
 
-def _published_bytes(layout: Layout, kda: KdaShape) -> list[int]:
+def published_bytes(layout: Layout, kda: KdaShape) -> list[int]:
     """Summary bytes that every rank publishes in one layer, all heads."""
     published = [0] * layout.num_ranks
     for piece in layout.slices:
@@ -147,20 +147,26 @@ def _published_bytes(layout: Layout, kda: KdaShape) -> list[int]:
 
 
 def _head_transposed(layout: Layout, kda: KdaShape) -> PerRank:
+    """Summaries to the ranks that fold their heads, and incoming states back. Every rank meets every other one, so sums
+    over peers are those over all ranks less its own part."""
     num_ranks, num_heads = layout.num_ranks, kda.num_value_heads
     shares = [head_share(num_heads, num_ranks, rank) for rank in range(num_ranks)]
-    num_continuing = [0] * num_ranks
+    published = [num_bytes // num_heads for num_bytes in published_bytes(layout, kda)]
+    wanted = [0] * num_ranks
     for fragment in layout.fragments:
-        num_continuing[fragment.rank] += fragment.order > 0
-    published = _published_bytes(layout, kda)
-    there: Counter[tuple[int, int]] = Counter()
-    back: Counter[tuple[int, int]] = Counter()
-    for owner in range(num_ranks):
-        for folder, share in enumerate(shares):
-            if share:
-                there[owner, folder] += published[owner] // num_heads * share
-                back[folder, owner] += num_continuing[owner] * kda.state_bytes // num_heads * share
-    return _by_rank(num_ranks, [*_messages(there), *_messages(back)])
+        wanted[fragment.rank] += (fragment.order > 0) * kda.state_bytes // num_heads
+    num_folding, num_publishing, num_wanting = (sum(map(bool, counts)) for counts in (shares, published, wanted))
+    return tuple(
+        Traffic(
+            sent_bytes=published[rank] * (num_heads - share) + share * (sum(wanted) - wanted[rank]),
+            received_bytes=share * (sum(published) - published[rank]) + wanted[rank] * (num_heads - share),
+            sent_messages=bool(published[rank]) * (num_folding - bool(share))
+            + bool(share) * (num_wanting - bool(wanted[rank])),
+            received_messages=bool(share) * (num_publishing - bool(published[rank]))
+            + bool(wanted[rank]) * (num_folding - bool(share)),
+        )
+        for rank, share in enumerate(shares)
+    )
 
 
 def _relayed(layout: Layout, kda: KdaShape, head_groups: int) -> PerRank:

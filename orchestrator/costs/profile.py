@@ -14,8 +14,9 @@ from longprefill.partition.errors import UserError
 
 CLASSES = ("gemm", "attention", "indexer", "scan", "moe", "memory")
 """Classes of operations: what a rate is given for. `memory`: bound by bytes (norms, conv, residuals, codecs)."""
-PATTERNS = ("all_gather", "exchange", "send", "reduce", "transport")
-"""How bytes cross ranks: all to all, each to some, one to the next, sums over ranks, pages to a decode worker."""
+PATTERNS = ("all_gather", "exchange", "send", "transport", "any")
+"""How bytes cross ranks: all to all, parts by receiver, one to the next, pages to a decode worker. `any` stands for
+each that has no link of its own."""
 SCOPES = ("node", "network")
 """Between devices of one machine, and between machines."""
 
