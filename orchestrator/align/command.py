@@ -35,11 +35,14 @@ def align(request: AlignRequest) -> bool:
     else:
         from longprefill.orchestrator.align.compare import first_deviation
         from longprefill.orchestrator.align.once import align_once, prompt_of
+        from longprefill.orchestrator.align.quantization import effects_document
         from longprefill.orchestrator.align.report import document_of, last_line
 
-        rows = align_once(request, config, settings, prompt_of(request, config), console)
+        rows, effects = align_once(request, config, settings, prompt_of(request, config), console)
         line, agrees = last_line(rows), first_deviation(rows) is None
         document = {"rows": document_of(rows)}
+        if effects:
+            document["quantization"] = effects_document(effects)
     _write(
         request, {"agrees": agrees, "last_line": line, "against": request.against, "dtype": request.dtype} | document
     )

@@ -11,6 +11,7 @@ from longprefill.orchestrator.align.compare import Row, compare
 from longprefill.orchestrator.align.mesh import observe_mesh, whole_step
 from longprefill.orchestrator.align.observation import EXACT, Numbers, Observation
 from longprefill.orchestrator.align.oracle import Oracle
+from longprefill.orchestrator.align.quantization import PathEffect, effects_table, measure_paths
 from longprefill.orchestrator.align.report import table_of
 from longprefill.orchestrator.align.request import DEFAULT_TOKENS, AlignRequest
 from longprefill.orchestrator.align.single import SingleRank
@@ -60,8 +61,8 @@ def make_yardstick(request: AlignRequest) -> Yardstick:
 
 def align_once(
     request: AlignRequest, config: ModelConfig, settings: dict[str, Any], tokens: np.ndarray, console: Console
-) -> list[Row]:
-    """Prints the table; all comparisons.
+) -> tuple[list[Row], list[PathEffect]]:
+    """Prints the tables; all comparisons, and what each quantized cache does.
 
     Raises:
         UserError: no room for the mesh on this machine; nothing was started.
@@ -71,7 +72,11 @@ def align_once(
     cluster = LocalCluster(request.model, decode=False, max_tokens=len(tokens), **settings)
     with console.status(f"{request.against}: {len(tokens)} tokens"):
         expected = make_yardstick(request).run(tokens)
-        base = None if numbers.is_exact else SingleRank(request.model, numbers).run(tokens, expected.record)
+        base, effects = None, []
+        if not numbers.is_exact:
+            rank = SingleRank(request.model, numbers)
+            base = rank.run(tokens, expected.record)
+            effects = measure_paths(rank, numbers, tokens)
     with console.status(f"{settings['cp']} x {settings['tp']} ranks"), cluster:
         actual = observe_mesh(
             cluster,
@@ -87,4 +92,6 @@ def align_once(
         f"{request.against}"
     )
     console.print(table_of(rows, title))
-    return rows
+    if effects:
+        console.print(effects_table(effects, len(tokens)))
+    return rows, effects
