@@ -95,8 +95,9 @@ class JobRequest:
                 raise UserError(f"{name}={value}: use a number of seconds in (0, {MAX_SECONDS}]")
         if not 0 < self.priority <= MAX_PRIORITY:
             raise UserError(f"priority={self.priority}: use a number in (0, {MAX_PRIORITY:g}]")
-        if self.idempotency_key is not None and not 0 < len(self.idempotency_key) <= MAX_KEY_CHARACTERS:
-            raise UserError(f"an idempotency key has 1 to {MAX_KEY_CHARACTERS} characters")
+        key = self.idempotency_key
+        if key is not None and not (0 < len(key) <= MAX_KEY_CHARACTERS and key.isprintable()):
+            raise UserError(f"an idempotency key has 1 to {MAX_KEY_CHARACTERS} printable characters")
 
 
 MAX_SAMPLES = 16
