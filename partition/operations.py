@@ -34,8 +34,8 @@ from longprefill.partition.work import (
     visible_pools,
 )
 
-AXES = ("rows", "keys", "count")
-"""Extents of an operation: its rows, the visible keys of its last row, and how many fragments or folds it covers."""
+AXES = ("rows", "keys", "parts")
+"""Extents of an operation: its rows, the visible keys of its last row, and its parts: fragments or folds."""
 OPERATIONS: Mapping[str, str] = MappingProxyType(
     {
         "embed": "memory",
@@ -72,7 +72,7 @@ class Operation(NamedTuple):
     name: str
     rows: int
     keys: int
-    count: int
+    parts: int
     flops: int
     num_bytes: int
 
@@ -107,13 +107,16 @@ class LayerPlace:
     """Attention Residuals: sources that the layer's two sites mix together."""
 
 
-def layer_operations(layout: Layout, layer: LayerShape, model: ModelShape, place: LayerPlace) -> tuple[LayerWork, ...]:
-    """The operations of one layer for every context-parallel rank (its tensor-parallel rank with most rows)."""
+def layer_operations(
+    layout: Layout, layer: LayerShape, model: ModelShape, place: LayerPlace, ranks: Sequence[int] | None = None
+) -> tuple[LayerWork, ...]:
+    """The operations of one layer for every context-parallel rank, or the given ones: for that of its tensor-parallel
+    ranks with most rows."""
     mixer = layer.mixer
     works = []
     kda_folds = _folds_of(layout, mixer, place.exchange)
     halos = halo_flops(layout, mixer, model.hidden) if isinstance(mixer, KdaShape) else []
-    for rank in range(layout.num_ranks):
+    for rank in range(layout.num_ranks) if ranks is None else ranks:
         local = layout.local(rank)
         rows = layout.row_counts[rank]
         own = -(-rows // place.num_tp)

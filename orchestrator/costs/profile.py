@@ -56,7 +56,7 @@ class Table:
     shape: Shape
     """Dimensions the points were measured with. A dimension that is left out fits any value."""
     axes: tuple[str, ...]
-    """Of `rows`, `keys`, `count`: the extents that differ between points."""
+    """Of `rows`, `keys`, `parts`: the extents that differ between points."""
     points: tuple[tuple[float, ...], ...]
     """(extent for each axis, counted work, seconds). Work is flops, or bytes for operations without flops."""
     copies: int = 1

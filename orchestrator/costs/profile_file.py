@@ -180,12 +180,17 @@ def _checked(where: str, value: object, annotation: str, factor: float | None) -
     wanted = annotation.removesuffix(" | None")
     if wanted == "str" and not isinstance(value, str):
         raise ProfileError(f"{where}={value!r}: need a word")
-    if wanted in ("int", "float"):
-        if not _is_number(value) or (wanted == "int" and factor is None and not isinstance(value, int)):
-            raise ProfileError(f"{where}={value!r}: need a {'whole ' if wanted == 'int' else ''}number")
-        scaled = value * (factor or 1)  # pyright: ignore[reportOperatorIssue]
-        return int(scaled) if wanted == "int" and scaled < float("inf") else scaled
-    return value
+    if wanted not in ("int", "float"):
+        return value
+    is_whole = wanted == "int"
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or (is_whole and factor is None and not isinstance(value, int))
+    ):
+        raise ProfileError(f"{where}={value!r}: need a {'whole ' if is_whole else ''}number")
+    scaled = value * (factor or 1)
+    return int(scaled) if is_whole and abs(scaled) < float("inf") else scaled
 
 
 def _is_number(value: object) -> bool:

@@ -11,7 +11,7 @@ guess.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import ceil, log, log2
@@ -31,7 +31,7 @@ class Rates:
     def __init__(self, profile: DeviceProfile, copies: int = 1) -> None:
         self.profile = profile
         self.copies = copies
-        self.coverage: Counter[str] = Counter()
+        self.coverage: defaultdict[str, float] = defaultdict(float)
         self._tables: dict[tuple[str, tuple[tuple[str, int | str], ...]], _Interpolated | None] = {}
         self._known: dict[tuple[object, ...], tuple[str, float]] = {}
 
@@ -47,7 +47,7 @@ class Rates:
         if key not in self._known:
             self._known[key] = self._found(operation, shape)
         kind, seconds = self._known[key]
-        self.coverage[kind] += seconds  # pyright: ignore[reportArgumentType]
+        self.coverage[kind] += seconds
         return seconds
 
     def _found(self, operation: Operation, shape: tuple[tuple[str, int | str], ...]) -> tuple[str, float]:

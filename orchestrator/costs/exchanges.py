@@ -1,0 +1,171 @@
+"""Seconds of the exchanges of a step: bytes of the fullest rank by `partition.traffic`'s formulas, over the links."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from longprefill.orchestrator.costs.placement import Placement
+from longprefill.orchestrator.costs.rates import LinkRates
+from longprefill.partition.layout import Layout
+from longprefill.partition.shapes import GqaShape, KdaShape, LayerShape, MlaShape, ModelShape, MoeShape
+from longprefill.partition.traffic import boundary_traffic, cache_row_traffic, published_bytes, summary_traffic
+from longprefill.partition.work import Exchange
+
+
+class ExchangeCosts:
+    """Exchanges of one layout on one placement."""
+
+    def __init__(self, layout: Layout, model: ModelShape, placement: Placement) -> None:
+        self._layout = layout
+        self._model = model
+        self._placement = placement
+        profile = placement.profiles[0]
+        links = [link for link in profile.links if not (placement.network and link.scope == "network")]
+        self._links = LinkRates((*links, *placement.network), profile.name)
+        self._known: dict[object, float] = {}
+
+    def halo_s(self, kda: KdaShape) -> float:
+        """Input rows before each fragment, from the rank that has them."""
+        local = max(sum(flags) for flags in self._continued)
+        row_bytes = self._model.hidden * self._model.element_bytes
+        num_bytes = local * max(kda.conv_width - 1, 0) * row_bytes
+        return self._between_ranks("send", num_bytes, messages=min(local, 2))
+
+    def states_s(self, kda: KdaShape, exchange: Exchange) -> float:
+        """The exchange of one KDA layer's states; a relay pays in `relay_wait_s`."""
+        key = (kda, exchange)
+        if key not in self._known:
+            self._known[key] = self._states(kda, exchange)
+        return self._known[key]
+
+    def relay_wait_s(self, kda: KdaShape, fragment_s: float) -> float:
+        """Waiting for states in a chain of N fragments, F on a rank, in the number of head groups that makes it least.
+
+        G groups of heads run through N fragments as through a pipeline: F G + N - F slots of a group each, F G of them
+        the rank's own work. Every slot ends with a message.
+        """
+        num_fragments = max(len(self._layout.chain(piece.job)) for piece in self._layout.slices)
+        each = max(len(flags) for flags in self._continued)
+        best = float("inf")
+        groups = 1
+        while groups <= kda.num_value_heads:
+            hop_s = self._between_ranks("send", kda.state_bytes // groups)
+            slots = each * groups + num_fragments - each
+            best = min(best, (num_fragments - each) * fragment_s / groups + slots * hop_s)
+            groups *= 2
+        return best
+
+    def rows_s(self, mixer: MlaShape | GqaShape, *, is_sharded: bool) -> float:
+        """The gather of one layer's cache rows: the step's to every rank, or all that the step sees where each rank
+        keeps only its own."""
+        key = (mixer, is_sharded)
+        if key not in self._known:
+            traffic = cache_row_traffic(self._layout, mixer)
+            num_bytes = max(rank.received_bytes for rank in traffic)
+            if is_sharded and self._layout.num_tokens:
+                visible = sum(piece.end for piece in self._layout.slices)
+                num_bytes = num_bytes * visible // self._layout.num_tokens
+            self._known[key] = self._between_ranks("all_gather", num_bytes, messages=self._placement.cp - 1)
+        return self._known[key]
+
+    def boundary_s(self) -> float:
+        """All boundary states, once a step."""
+        num_bytes = 0
+        for layer in self._model.layers:
+            if layer.mixer not in self._boundary:
+                ranks = boundary_traffic(self._layout, layer.mixer, self._model.element_bytes)
+                self._boundary[layer.mixer] = max(rank.received_bytes for rank in ranks)
+            num_bytes += self._boundary[layer.mixer]
+        return self._between_ranks("all_gather", num_bytes)
+
+    def experts_s(self, moe: MoeShape) -> float:
+        """Rows to the ranks that hold their experts, with routing weights, and fp32 sums back; routing is even."""
+        world = self._placement.num_devices
+        if world == 1:
+            return 0.0
+        rows = -(-max(self._layout.row_counts) // self._placement.tp)
+        width = self._model.hidden if moe.latent_dim is None else moe.latent_dim
+        visited = (world - 1) * (1.0 - (1.0 - 1.0 / world) ** moe.experts_per_token)
+        there = int(rows * visited * (width * self._model.element_bytes + 8 * moe.experts_per_token))
+        back = int(rows * visited * 4 * width)
+        return sum(self._between_ranks("exchange", size, messages=world - 1, ranks=world) for size in (there, back))
+
+    def tensor_parallel_s(self, layer: LayerShape) -> float:
+        """Gathers of rows inside the tensor-parallel group before each part of a layer, and sums after it."""
+        num_tp, model = self._placement.tp, self._model
+        if num_tp == 1:
+            return 0.0
+        if layer not in self._tensor_parallel:
+            own = -(-max(self._layout.row_counts) // num_tp)
+            row = model.hidden * model.element_bytes
+            gathers, sums = [row], 1
+            mixer = layer.mixer
+            if isinstance(mixer, MlaShape):
+                gathers = [row if mixer.q_lora_rank is None else mixer.q_lora_rank * model.element_bytes]
+                gathers += [row] if mixer.is_gated else []
+                if mixer.indexer is not None and mixer.indexer.num_heads:
+                    gathers.append(4 * (mixer.indexer.topk + mixer.indexer.pool - 1))
+            if not isinstance(layer.ffn, MoeShape) or layer.ffn.shared_intermediate:
+                gathers, sums = [*gathers, row], 2
+            peers = num_tp - 1
+            gather_s = sum(self._in_node("all_gather", own * peers * width) for width in gathers)
+            self._tensor_parallel[layer] = gather_s + sums * self._in_node("exchange", own * peers * row)
+        return self._tensor_parallel[layer]
+
+    def _states(self, kda: KdaShape, exchange: Exchange) -> float:
+        peers = self._placement.cp - 1
+        if exchange == "relay":
+            return 0.0
+        if exchange == "all_gather":
+            published = published_bytes(self._layout, kda)
+            return self._between_ranks("all_gather", sum(published) - min(published), messages=peers)
+        ranks = summary_traffic(self._layout, kda, exchange)
+        num_bytes = max(rank.received_bytes for rank in ranks)
+        # two exchanges, of [E | M] and of incoming states: about two thirds and one third of the bytes
+        there = num_bytes * 2 // 3
+        return sum(self._between_ranks("exchange", size, messages=peers) for size in (there, num_bytes - there))
+
+    def _between_ranks(self, pattern: str, num_bytes: int, *, messages: int = 1, ranks: int | None = None) -> float:
+        """Seconds of bytes from peers here and on other machines, which come at the same time."""
+        placement = self._placement
+        ranks = placement.cp if ranks is None else ranks
+        calling = 2 if pattern == "send" else ranks
+        remote = int(num_bytes * placement.remote_share)
+        here = min(ranks, placement.cp_per_node * (ranks // placement.cp))
+        local_s = self._links.seconds(
+            pattern,
+            "node",
+            ranks=min(here, calling),
+            num_bytes=num_bytes - remote,
+            messages=min(messages, max(here - 1, 1)),
+        )
+        if not remote:
+            return local_s
+        remote_messages = max(messages - here + 1, 1)
+        return max(
+            local_s,
+            self._links.seconds(pattern, "network", ranks=calling, num_bytes=remote, messages=remote_messages),
+        )
+
+    def _in_node(self, pattern: str, num_bytes: int) -> float:
+        num_tp = self._placement.tp
+        return self._links.seconds(pattern, "node", ranks=num_tp, num_bytes=num_bytes, messages=num_tp - 1)
+
+    @cached_property
+    def _continued(self) -> list[list[bool]]:
+        """For every rank, whether each of its fragments continues one of another rank."""
+        found: list[list[bool]] = [[] for _ in range(self._layout.num_ranks)]
+        for piece in self._layout.slices:
+            before = None
+            for fragment in self._layout.chain(piece.job):
+                found[fragment.rank].append(before is not None and before != fragment.rank)
+                before = fragment.rank
+        return found
+
+    @cached_property
+    def _boundary(self) -> dict[object, int]:
+        return {}
+
+    @cached_property
+    def _tensor_parallel(self) -> dict[LayerShape, float]:
+        return {}

@@ -1,0 +1,333 @@
+"""Seconds of one step on a mesh: every rank's clock through all layers, stopped at every exchange as the engine is.
+
+KDA: a halo from the neighbours, then the exchange of states, then the scans that waited for it. Attention: cache rows,
+whose gather runs beside the query side; what is not hidden is exposed. Feed-forward: dispatch and return where experts
+are spread. Tensor parallelism: a gather before and a sum after each part. At the end the boundary state. A rank that
+arrives early waits; the step lasts as long as the last clock.
+
+Of many ranks with one slice nine stand for all (work varies smoothly along the chain): first, last, middle, between.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from longprefill.orchestrator.costs.exchanges import ExchangeCosts
+from longprefill.orchestrator.costs.placement import Placement
+from longprefill.orchestrator.costs.rates import Rates
+from longprefill.partition.generators import LayoutKind, generate
+from longprefill.partition.layout import Layout, Slice
+from longprefill.partition.operations import (
+    LayerPlace,
+    LayerWork,
+    Operation,
+    edge_operations,
+    layer_operations,
+    operation_shape,
+    residual_operations,
+)
+from longprefill.partition.shapes import KdaShape, LayerShape, ModelShape, MoeShape
+from longprefill.partition.work import Exchange
+
+MOST_RANKS = 16
+"""Up to so many ranks all clocks are kept."""
+PARTS: Mapping[str, str] = {
+    "kda.project": "projections",
+    "kda.output": "projections",
+    "mla.rows": "projections",
+    "mla.query": "projections",
+    "mla.output": "projections",
+    "kda.conv": "kda",
+    "kda.prepare": "kda",
+    "kda.scan": "kda",
+    "kda.summary": "kda summaries",
+    "kda.fold": "kda summaries",
+    "indexer": "indexer",
+    "attention.dense": "attention",
+    "attention.short": "attention",
+    "attention.sparse": "attention",
+    "ffn.dense": "feed-forward",
+    "moe.route": "feed-forward",
+    "moe.experts": "feed-forward",
+    "moe.shared": "feed-forward",
+    "norms": "rows",
+    "residual": "rows",
+    "embed": "rows",
+    "mla.write": "rows",
+    "head": "head",
+}
+"""What an operation's seconds are shown under."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """A step's seconds. `parts` are those of the rank that waits least, and sum to `seconds`."""
+
+    seconds: float
+    parts: Mapping[str, float]
+    max_work_s: float
+    """All operations of the fullest rank."""
+    mean_work_s: float
+    waiting_s: float
+    """What the fullest rank waits for others and for states that come one after another."""
+    exposed_s: float
+    """Exchanges that no work hides."""
+    host_s: float
+
+    @property
+    def layout_balance(self) -> float:
+        return self.mean_work_s / self.max_work_s if self.max_work_s else 1.0
+
+
+Seconds = defaultdict[str, float]
+"""By part."""
+
+
+@dataclass(slots=True)
+class _Clocks:
+    """Time of each chosen rank, and where it went."""
+
+    now: list[float]
+    parts: list[Seconds]
+    exposed: Seconds = field(default_factory=lambda: defaultdict(float))
+
+    def run(self, seconds: Sequence[Seconds]) -> None:
+        """Every rank works."""
+        for rank, found in enumerate(seconds):
+            self.now[rank] += sum(found.values())
+            _add(self.parts[rank], found)
+
+    def meet(self, name: str, seconds: float) -> None:
+        """All ranks wait for the last one, then for the exchange."""
+        last = max(self.now)
+        for rank, now in enumerate(self.now):
+            self.parts[rank]["waiting"] += last - now
+            self.now[rank] = last + seconds
+        self.pay(name, seconds, is_counted=True)
+
+    def pay(self, name: str, seconds: float, *, is_counted: bool = False) -> None:
+        """Every rank spends the same on something that is no work."""
+        self.exposed[name] += seconds
+        if not is_counted:
+            self.now = [now + seconds for now in self.now]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """What the step plan decides beside the mesh."""
+
+    exchange: Exchange = "all_gather"
+    is_cache_sharded: bool = False
+    """Each rank keeps the rows that it computed, and a layer gathers what it attends to."""
+    is_expert_parallel: bool = False
+
+
+class StepCosts:
+    """Costs of steps of one model (as one tensor-parallel rank holds it) on one placement."""
+
+    def __init__(self, model: ModelShape, placement: Placement, options: StepOptions | None = None) -> None:
+        self.model = model
+        self.placement = placement
+        self.options = options or StepOptions()
+        copies = placement.ranks_per_node
+        rates = {id(profile): Rates(profile, copies) for profile in placement.profiles}
+        self._rates = [rates[id(profile)] for profile in placement.profiles]
+        self._layers = Counter(model.layers)
+
+    def coverage(self) -> dict[str, float]:
+        """Shares of the operations' seconds so far by how they were found (see `Rates`)."""
+        total: Seconds = defaultdict(float)
+        for rates in {id(rates): rates for rates in self._rates}.values():
+            _add(total, rates.coverage)
+        return {name: value / (sum(total.values()) or 1.0) for name, value in sorted(total.items())}
+
+    def step(self, slices: Sequence[Slice], kind: LayoutKind, *, num_ending: int = 0) -> StepTime:
+        """One step over `slices`, in which `num_ending` jobs end.
+
+        Raises:
+            ProfileError: a rate that the step needs is not known.
+        """
+        layout = generate(kind, slices, self.placement.cp)
+        return _Step(self, layout, num_ending).time()
+
+    def operation_seconds(self, rank: int, operation: Operation, shape: tuple[tuple[str, int | str], ...]) -> float:
+        return self._rates[rank if len(self._rates) > 1 else 0].seconds(operation, shape)
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """Sources of Attention Residuals that each layer's two sites mix, then those of the last site."""
+        block, num_layers = self.model.attn_res_block, len(self.model.layers)
+        if block is None:
+            return (0,) * (num_layers + 1)
+        return (*(3 + -(-n // block) + n // block for n in range(num_layers)), 1 + -(-num_layers // block))
+
+    @cached_property
+    def shapes(self) -> dict[tuple[str, LayerShape], tuple[tuple[str, int | str], ...]]:
+        """Dimensions of every operation of every kind of layer, sorted."""
+        return {
+            (name, layer): tuple(sorted(operation_shape(name, layer, self.model).items()))
+            for layer in self._layers
+            for name in PARTS
+        }
+
+
+class _Step:
+    """One step while it is being added up."""
+
+    def __init__(self, costs: StepCosts, layout: Layout, num_ending: int) -> None:
+        self.costs = costs
+        self.layout = layout
+        self.num_ending = num_ending
+        self.ranks = _chosen(layout)
+        self.exchanges = ExchangeCosts(layout, costs.model, costs.placement)
+        self.clocks = _Clocks([0.0] * len(self.ranks), [defaultdict(float) for _ in self.ranks])
+        self._mixing: dict[int, list[Seconds]] = {}
+
+    def time(self) -> StepTime:
+        costs, clocks = self.costs, self.clocks
+        overheads = costs.placement.profiles[0].overheads
+        embed, head = edge_operations(self.layout, costs.model, costs.placement.tp, self.num_ending)
+        first = costs.model.layers[0]
+        clocks.run([self._seconds(rank, (embed,), first) for rank in self.ranks])
+        for number, layer in enumerate(costs.model.layers):
+            self._layer(layer, costs.sources[number])
+            clocks.pay("host", overheads.layer_s)
+        self._mix(costs.sources[-1])
+        if self.num_ending:
+            clocks.run([self._seconds(rank, (head,), first) for rank in self.ranks])
+        clocks.meet("boundary state", self.exchanges.boundary_s())
+        clocks.pay("host", overheads.step_s)
+        return self._result()
+
+    def _layer(self, layer: LayerShape, sources: int) -> None:
+        clocks, exchanges, options = self.clocks, self.exchanges, self.costs.options
+        work = self._work(layer)
+        clocks.pay("tensor parallel", exchanges.tensor_parallel_s(layer))
+        if isinstance(layer.mixer, KdaShape):
+            if self.layout.num_ranks > 1:
+                clocks.meet("conv halo", exchanges.halo_s(layer.mixer))
+            clocks.run(work["before"])
+            if self.layout.num_ranks > 1:
+                clocks.meet("kda states", exchanges.states_s(layer.mixer, options.exchange))
+                if options.exchange == "relay":
+                    clocks.pay("relay", exchanges.relay_wait_s(layer.mixer, self._longest_scan(work)))
+            clocks.run(work["after"])
+        else:
+            clocks.run(work["before"])
+            rows_s = exchanges.rows_s(layer.mixer, is_sharded=options.is_cache_sharded)
+            self._gather_beside(rows_s, work["beside"])
+            clocks.run(work["after"])
+        if isinstance(layer.ffn, MoeShape):
+            clocks.run(work["route"])
+            if options.is_expert_parallel:
+                clocks.meet("expert dispatch", exchanges.experts_s(layer.ffn))
+        clocks.run(work["ffn"])
+        self._mix(sources)
+
+    def _gather_beside(self, rows_s: float, beside: Sequence[Seconds]) -> None:
+        """The gather of cache rows starts when every rank has its own; a rank needs it after its query side."""
+        clocks = self.clocks
+        if not rows_s:
+            clocks.run(beside)
+            return
+        overlap = self.costs.placement.profiles[0].overheads.overlap
+        started = max(clocks.now)
+        exposed: list[float] = []
+        for rank, found in enumerate(beside):
+            work_s = sum(found.values())
+            ready = clocks.now[rank] + work_s
+            _add(clocks.parts[rank], found)
+            clocks.parts[rank]["waiting"] += max(started - ready, 0.0)
+            exposed.append(rows_s - overlap * min(rows_s, work_s))
+            clocks.now[rank] = max(ready, started) + exposed[-1]
+        # what differs between ranks counts as waiting
+        least = min(exposed)
+        for rank, seconds in enumerate(exposed):
+            clocks.parts[rank]["waiting"] += seconds - least
+        clocks.exposed["cache rows"] += least
+
+    def _mix(self, sources: int) -> None:
+        """Attention Residuals of one layer's sites, or of the last."""
+        if not sources:
+            return
+        if sources not in self._mixing:
+            model, first = self.costs.model, self.costs.model.layers[0]
+            self._mixing[sources] = []
+            for rank in self.ranks:
+                own = -(-self.layout.row_counts[rank] // self.costs.placement.tp)
+                _, mixing = residual_operations(model, own, sources)
+                self._mixing[sources].append(self._seconds(rank, (mixing,), first))
+        self.clocks.run(self._mixing[sources])
+
+    def _work(self, layer: LayerShape) -> dict[str, list[Seconds]]:
+        """Seconds of each chosen rank by part, for each group of the layer's operations."""
+        known = self._works.get(layer)
+        if known is None:
+            place = LayerPlace(exchange=self.costs.options.exchange, num_tp=self.costs.placement.tp)
+            works = layer_operations(self.layout, layer, self.costs.model, place, self.ranks)
+            known = {
+                name: [self._seconds(r, _group(w, name), layer) for r, w in zip(self.ranks, works, strict=True)]
+                for name in ("before", "beside", "after", "route", "ffn")
+            }
+            self._works[layer] = known
+        return known
+
+    @cached_property
+    def _works(self) -> dict[LayerShape, dict[str, list[Seconds]]]:
+        return {}
+
+    def _seconds(self, rank: int, operations: Sequence[Operation], layer: LayerShape) -> Seconds:
+        found: Seconds = defaultdict(float)
+        for operation in operations:
+            shape = self.costs.shapes[operation.name, layer]
+            found[PARTS[operation.name]] += self.costs.operation_seconds(rank, operation, shape)
+        return found
+
+    def _longest_scan(self, work: Mapping[str, Sequence[Seconds]]) -> float:
+        """Scan seconds of one fragment, of the rank that has most."""
+        most = max(a["kda"] + b["kda"] for a, b in zip(work["before"], work["after"], strict=True))
+        return most / max(len(self.layout.local(rank)) for rank in self.ranks)
+
+    def _result(self) -> StepTime:
+        clocks = self.clocks
+        least = min(range(len(self.ranks)), key=lambda rank: clocks.parts[rank]["waiting"])
+        parts = dict(clocks.parts[least])
+        waiting_s = parts.pop("waiting", 0.0)
+        works = [sum(found.values()) - found["waiting"] for found in clocks.parts]
+        exposed = {name: seconds for name, seconds in clocks.exposed.items() if seconds}
+        host_s = exposed.pop("host", 0.0)
+        relay_s = exposed.pop("relay", 0.0)
+        if waiting_s + relay_s:
+            parts["waiting"] = waiting_s + relay_s
+        parts |= exposed
+        if host_s:
+            parts["host"] = host_s
+        return StepTime(
+            seconds=max(clocks.now),
+            parts={name: seconds for name, seconds in parts.items() if seconds},
+            max_work_s=max(works),
+            mean_work_s=sum(works) / len(works),
+            waiting_s=waiting_s + relay_s,
+            exposed_s=sum(exposed.values()),
+            host_s=host_s,
+        )
+
+
+def _add(total: Seconds, found: Mapping[str, float]) -> None:
+    for name, seconds in found.items():
+        total[name] += seconds
+
+
+def _group(work: LayerWork, name: str) -> tuple[Operation, ...]:
+    return getattr(work, name)
+
+
+def _chosen(layout: Layout) -> tuple[int, ...]:
+    """The ranks whose clocks are kept."""
+    last = layout.num_ranks - 1
+    if layout.num_ranks <= MOST_RANKS or len(layout.slices) > 1:
+        return tuple(range(layout.num_ranks))
+    return tuple(sorted({last * eighth // 8 for eighth in range(9)}))
