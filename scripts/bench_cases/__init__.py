@@ -15,6 +15,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     "indexer_mxfp8": indexer.mxfp8_keys,
     "sparse_mla": mla.bf16_rows,
     "sparse_mla_fp8": mla.fp8_rows,
+    "dense_mla": mla.dense,
     "moe": moe.experts,
     "mxfp8_encode": quant.mxfp8_encode,
     "mxfp8_decode": quant.mxfp8_decode,

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longprefill.kernels.mla import plain, reference
+from longprefill.kernels.mla import cpu, plain, reference
 from longprefill.kernels.quant.formats import Bf16Rows, Fp8LatentRows, Fp32Rows
 
 from .compiled import compiled_backends
@@ -272,3 +272,33 @@ def test_refusals(backend: Any) -> None:
         backend.dense(torch.zeros(2, 3, NOPE + ROPE), rows, w_uk_HNR, w_uv_HVR, start=9, scale=1.0)
     with pytest.raises(ValueError, match=r"give q \[T, H, N \+ P\]"):
         backend.dense(torch.zeros(2, 3, NOPE), rows, w_uk_HNR, w_uv_HVR, start=0, scale=1.0)
+
+
+@pytest.mark.parametrize("backend", compiled_backends("mla"))
+@pytest.mark.parametrize("row_format", [Bf16Rows(RANK + ROPE), Fp8LatentRows(RANK, ROPE)], ids=["bf16", "fp8"])
+def test_dense_over_several_spans_and_turns_of_heads(
+    backend: Any, row_format: Bf16Rows | Fp8LatentRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "STATE_BYTES", 1)  # one head a turn
+    start, num_queries = 8100, 150  # the kernel packs 4,096 rows at a time
+    rows = paged(make_rows(start + num_queries), row_format)
+    q_THQ = torch.randn(num_queries, 3, NOPE + ROPE, generator=make_generator(11)).bfloat16()
+    w_uk_HNR, w_uv_HVR = weights(3, torch.bfloat16)
+    actual = backend.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=SCALE)
+    expected = plain.dense(q_THQ.double(), rows, w_uk_HNR.double(), w_uv_HVR.double(), start=start, scale=SCALE)
+    assert_close(actual, expected, op="mla.dense")
+
+
+@pytest.mark.parametrize("backend", compiled_backends("mla"))
+def test_dense_where_the_maximum_rises_with_every_block(backend: Any) -> None:
+    rows_KL = make_rows(900) * 0.3
+    rows_KL[:, 0] = 12.0 * (torch.arange(900) // 100)  # exact in bf16, and so are the logits that it adds
+    rows = paged(rows_KL, Bf16Rows(RANK + ROPE))
+    q_THQ = torch.randn(140, 2, NOPE + ROPE, generator=make_generator(12)).bfloat16()
+    w_uk_HNR, w_uv_HVR = weights(2, torch.bfloat16)
+    w_uk_HNR[..., 0] = 0
+    w_uk_HNR[:, 0] = 0
+    w_uk_HNR[:, 0, 0] = q_THQ[..., 0] = 1
+    actual = backend.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=760, scale=1.0)
+    expected = plain.dense(q_THQ.double(), rows, w_uk_HNR.double(), w_uv_HVR.double(), start=760, scale=1.0)
+    assert_close(actual, expected, op="mla.dense")

@@ -9,12 +9,10 @@
 #include "longprefill/buffer.h"
 #include "longprefill/gemm.h"
 #include "longprefill/rows.h"
+#include "softmax.h"
 
 namespace longprefill {
 namespace {
-
-constexpr float NONE = -std::numeric_limits<float>::infinity();
-constexpr float LOG2_E = 1.44269504f;
 
 LP_INLINE int64_t rounded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
@@ -103,26 +101,10 @@ private:
 };
 
 #if defined(LONGPREFILL_AMX)
-// 2^x for x <= 16 or so, 6e-7 relative: weights are rounded to bf16 anyway. 0 for -inf, NaN for NaN.
-LP_INLINE __m512 power_of_two(__m512 x) {
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    // inf - inf is NaN, but 2^whole is 0 there and the scaling makes 0 of any finite p.
-    const __m512 r = _mm512_max_ps(_mm512_sub_ps(x, whole), _mm512_set1_ps(-0.5f));
-    __m512 p = _mm512_set1_ps(1.33335581e-3f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.61812910e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.55041086e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.40226507e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.93147180e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, whole);
-}
-
-// bf16 products on AMX. The maximum that weights are relative to stays until a logit passes it by more than MARGIN:
-// weights up to 2^MARGIN lose nothing in bf16 and fp32, and the output needs no scaling for most blocks.
+// bf16 products on AMX.
 class AmxAttention {
 public:
     static constexpr int64_t BLOCK = 128;
-    static constexpr float MARGIN = 10.0f;  // in powers of two
     static constexpr int64_t AHEAD = 8;     // rows that are fetched before they are copied, at least
     static constexpr int64_t STRIP = 32, VALUE_STRIP = 128;  // the products are cut so that fetches fit in between
     static constexpr int64_t SLOT = 40;                      // cache lines that may be on their way at a time
