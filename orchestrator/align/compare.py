@@ -29,8 +29,6 @@ from longprefill.workers.model.config import KdaConfig, MlaConfig, ModelConfig, 
 
 TOLERANCE = 1e-5
 GROWTH = 1.25
-GROWTH_FLOOR = 1e-6
-"""A growing error below this is none: fp32 rounding."""
 CODES = 1e-4
 """Share of a layer's codes that may be one step from the right one."""
 CHOICE_STAGE = {"positions": 1, "experts": 3}
@@ -94,7 +92,7 @@ def first_deviation(rows: list[Row]) -> str | None:
     return None
 
 
-def pooled(runs: list[list[Row]]) -> list[Row]:
+def pooled(runs: list[list[Row]], *, tolerance: float = TOLERANCE) -> list[Row]:
     """Rows of several runs under the growth rule as those of one: squares added up place by place."""
     by_place: dict[str, Row] = {}
     for rows in runs:
@@ -108,7 +106,7 @@ def pooled(runs: list[list[Row]]) -> list[Row]:
                 continue
             sums = (before.sums[0] + row.sums[0], before.sums[1] + row.sums[1], before.sums[2] + row.sums[2])
             by_place[row.place] = replace(
-                before, rms=_ratio(sums[0], sums[1]), allowed=_growth(_ratio(sums[2], sums[1])),
+                before, rms=_ratio(sums[0], sums[1]), allowed=_growth(_ratio(sums[2], sums[1]), tolerance),
                 worst=max(before.worst, row.worst), compared=before.compared + row.compared,
                 problem=before.problem or row.problem, sums=sums,
             )  # fmt: skip
@@ -260,8 +258,9 @@ class _Comparison:
         worst = float((a - e).abs().max()) if e.numel() else 0.0
         if base is not None:
             base_error = float((base[kept_N].double() - e).square().sum())
-            return Row(**place, **counts, rms=_ratio(error, size), worst=worst,
-                       allowed=_growth(_ratio(base_error, size)), sums=(error, size, base_error))  # fmt: skip
+            allowed = _growth(_ratio(base_error, size), self.tolerance)
+            sums = (error, size, base_error)
+            return Row(**place, **counts, rms=_ratio(error, size), worst=worst, allowed=allowed, sums=sums)
         rms = _ratio(error, size)
         if what == "state":  # the worst head, so that no large head hides a wrong small one
             squares = [(float((x - y).square().sum()), float(y.square().sum())) for x, y in zip(a, e, strict=True)]
@@ -316,5 +315,6 @@ def _ratio(error: float, size: float) -> float:
     return 0.0 if error == 0.0 else math.sqrt(error / max(size, 1e-60))
 
 
-def _growth(base_ratio: float) -> float:
-    return max(GROWTH * base_ratio, GROWTH_FLOOR)
+def _growth(base_ratio: float, tolerance: float) -> float:
+    """What fp32 rounding alone may do is never too much: quantized rows may come late in an fp32 run."""
+    return max(GROWTH * base_ratio, tolerance)

@@ -57,7 +57,7 @@ def walk(
             f"{case.seconds:>8.1f}"
         )
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    verdicts = _verdicts(cases, is_pooled=not grid.is_exact)
+    verdicts = _verdicts(cases, None if grid.is_exact else request.tolerance)
     bad = [(name, deviation) for name, deviation in verdicts if deviation is not None]
     swaps = sum(row.swaps for case in cases for row in case.rows)
     last = (
@@ -146,10 +146,10 @@ def _divides(config: ModelConfig, tp: int) -> bool:
     return True
 
 
-def _verdicts(cases: list[_Case], *, is_pooled: bool) -> list[tuple[str, str | None]]:
+def _verdicts(cases: list[_Case], pooled_tolerance: float | None) -> list[tuple[str, str | None]]:
     """(which runs, their first deviation). Errors of bf16 are judged over all lengths of a mesh and step together: the
     few numbers of a short prompt scatter."""
-    if not is_pooled:
+    if pooled_tolerance is None:
         return [
             (f"mesh {case.mesh}, {case.num_tokens} tokens, step {case.step}", first_deviation(case.rows))
             for case in cases
@@ -157,7 +157,7 @@ def _verdicts(cases: list[_Case], *, is_pooled: bool) -> list[tuple[str, str | N
     groups: dict[str, list[list[Row]]] = {}
     for case in cases:
         groups.setdefault(f"mesh {case.mesh}, step {case.step}", []).append(case.rows)
-    return [(name, first_deviation(pooled(runs))) for name, runs in groups.items()]
+    return [(name, first_deviation(pooled(runs, tolerance=pooled_tolerance))) for name, runs in groups.items()]
 
 
 def _document(case: _Case) -> dict[str, Any]:

@@ -30,9 +30,8 @@ class PathEffect:
     index: str
     recall: float | None
     """Share of the positions selected without quantization that are selected with it; None: nothing was to choose."""
-    worst_recall: float | None
-    worst_layer: int | None
-    """The layer with the smallest recall."""
+    recall_by_layer: dict[int, float]
+    """The same of each layer that selects. A later layer's holds what earlier layers changed in its input."""
     hidden_rms: float
     """Relative RMS difference of the last layer's rows, over all positions."""
     logits_rms: float
@@ -71,15 +70,13 @@ def _effect(config: ModelConfig, before: Observation, after: Observation) -> Pat
     recalls = dict(_recalls(before, after))
     weighted = [recall for recall, _ in recalls.values()]
     num_selected = [count for _, count in recalls.values()]
-    worst = min(recalls, key=lambda layer: recalls[layer][0], default=None)
     last = len(config.layers)
     logits_NV, other_NV = before.activations[last, "logits"], after.activations[last, "logits"]
     return PathEffect(
         latent=after.numbers.latent,
         index=after.numbers.index,
-        recall=None if worst is None else float(np.average(weighted, weights=num_selected)),
-        worst_recall=None if worst is None else recalls[worst][0],
-        worst_layer=worst,
+        recall=float(np.average(weighted, weights=num_selected)) if recalls else None,
+        recall_by_layer={layer: recall for layer, (recall, _) in sorted(recalls.items())},
         hidden_rms=_relative_rms(before.activations[last, "final hidden"], after.activations[last, "final hidden"]),
         logits_rms=_relative_rms(logits_NV, other_NV),
         changed_tokens=int((logits_NV.argmax(dim=1) != other_NV.argmax(dim=1)).sum()),
@@ -116,17 +113,17 @@ def effects_table(effects: list[PathEffect], num_tokens: int) -> Table:
     """One line a path."""
     title = f"quantized caches beside unquantized ones, one rank, {num_tokens} tokens"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for heading in ("latent", "index key"):
+    for heading in ("latent", "index"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("top-k recall", "worst layer", "hidden", "logits", "other tokens", "bytes a token"):
+    for heading in ("recall", "worst (layer)", "hidden", "logits", "tokens", "bytes/token"):
         table.add_column(heading, justify="right", no_wrap=True)
     for effect in effects:
-        is_known = effect.recall is not None
+        worst = min(effect.recall_by_layer.items(), key=lambda item: item[1], default=None)
         table.add_row(
             effect.latent,
             effect.index,
-            f"{effect.recall:.4f}" if is_known else "-",
-            f"{effect.worst_recall:.4f} ({effect.worst_layer})" if is_known else "-",
+            "-" if effect.recall is None else f"{effect.recall:.4f}",
+            "-" if worst is None else f"{worst[1]:.4f} ({worst[0]})",
             f"{effect.hidden_rms:.1e}",
             f"{effect.logits_rms:.1e}",
             f"{effect.changed_tokens}/{effect.compared_tokens}",

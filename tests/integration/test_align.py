@@ -64,9 +64,22 @@ def test_a_changed_weight_is_named(model: Path, tmp_path: Path) -> None:
     assert document["last_line"] == last_line(done.err)
 
 
-def test_bf16_within_the_rule(model: Path) -> None:
-    done = run("align", "--model", model, "--tokens", 700, "--cp", 2, "--dtype", "bf16")
+def test_bf16_and_quantized_caches_within_the_rule(model: Path, tmp_path: Path) -> None:
+    report = tmp_path / "align.json"
+    formats = ("--latent-format", "fp8", "--index-format", "mxfp8")
+    done = run("align", "--model", model, "--tokens", 700, "--cp", 2, "--dtype", "bf16", *formats, "--json", report)
     assert done.code == 0, last_line(done.out)
+    document = json.loads(report.read_text())
+    codes = [row for row in document["rows"] if row["what"].endswith("codes")]
+    assert [(row["layer"], row["what"], row["rms"]) for row in codes] == [
+        (layer, what, 0.0) for layer in (1, 3) for what in ("latent codes", "index key codes")
+    ]
+    paths = {(path["latent"], path["index"]): path for path in document["quantization"]}
+    assert list(paths) == [("fp8", "bf16"), ("bf16", "mxfp8"), ("fp8", "mxfp8")]
+    assert "quantized caches beside unquantized ones" in done.out
+    assert all(0 < path["recall"] <= 1 and 0 < path["logits_rms"] < 1 for path in paths.values())
+    # latents do not steer the first indexer
+    assert paths["fp8", "bf16"]["recall_by_layer"]["1"] == 1.0 > paths["bf16", "mxfp8"]["recall_by_layer"]["1"]
 
 
 def test_a_grid_and_a_job_that_changes_meshes(model: Path, tmp_path: Path) -> None:
