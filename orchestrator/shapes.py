@@ -12,23 +12,39 @@ from longprefill.partition.shapes import (
     ModelShape,
     MoeShape,
 )
-from longprefill.workers.model.config import AttnResConfig, DenseConfig, KdaConfig, MlaConfig, ModelConfig, MoeConfig
+from longprefill.workers.model.config import (
+    AttnResConfig,
+    DenseConfig,
+    HyperConnectionConfig,
+    KdaConfig,
+    MlaConfig,
+    ModelConfig,
+    MoeConfig,
+)
+from longprefill.workers.model.sharding import ALONE, MeshPlace, local_config
 
 
-def model_shape(config: ModelConfig, settings: ClusterSettings) -> ModelShape:
-    """All layers as one rank holds them (context parallelism splits no weights)."""
+def model_shape(config: ModelConfig, settings: ClusterSettings, place: MeshPlace = ALONE) -> ModelShape:
+    """All layers as one rank holds them: at `place`, or all of the model (context parallelism splits no weights).
+
+    Raises:
+        UserError: the place's tensor parallelism does not divide the heads.
+    """
     layers = tuple(
         LayerShape(
             mixer=_kda(layer.mixer) if isinstance(layer.mixer, KdaConfig) else _mla(layer.mixer, settings),
-            ffn=_ffn(layer.ffn),
+            ffn=_ffn(layer.ffn, place),
         )
-        for layer in config.layers
+        for layer in local_config(config, place).layers
     )
+    residual = config.residual
     return ModelShape(
         hidden=config.hidden,
         layers=layers,
         element_bytes=settings.item_bytes,
-        attn_res_block=config.residual.block_layers if isinstance(config.residual, AttnResConfig) else None,
+        attn_res_block=residual.block_layers if isinstance(residual, AttnResConfig) else None,
+        hyper_streams=residual.num_streams if isinstance(residual, HyperConnectionConfig) else 0,
+        vocab_size=-(-config.vocab_size // place.num_tp),
     )
 
 
@@ -71,13 +87,15 @@ def _mla(mla: MlaConfig, settings: ClusterSettings) -> MlaShape:
     )
 
 
-def _ffn(ffn: DenseConfig | MoeConfig) -> DenseShape | MoeShape:
+def _ffn(ffn: DenseConfig | MoeConfig, place: MeshPlace) -> DenseShape | MoeShape:
+    """Columns are split over tensor parallelism, the widest share counts; experts over the mesh."""
     if isinstance(ffn, DenseConfig):
-        return DenseShape(intermediate=ffn.intermediate)
+        return DenseShape(intermediate=-(-ffn.intermediate // place.num_tp))
     return MoeShape(
         num_experts=ffn.num_experts,
         experts_per_token=ffn.experts_per_token,
         intermediate=ffn.intermediate,
-        shared_intermediate=ffn.shared_intermediate,
+        shared_intermediate=-(-ffn.shared_intermediate // place.num_tp),
         latent_dim=ffn.latent_dim,
+        held_experts=-(-ffn.num_experts // place.num_world) if place.expert_parallel else None,
     )
