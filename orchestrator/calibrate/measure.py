@@ -1,0 +1,226 @@
+"""Drives the two workers through a calibration: models, links, control calls, into one device profile."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from longprefill.orchestrator.calibrate import machine
+from longprefill.orchestrator.calibrate.engine import BenchSpec, StepSample, TimedStep
+from longprefill.orchestrator.calibrate.pair import NUM_WORKERS, Pair
+from longprefill.orchestrator.calibrate.reduced import reduced
+from longprefill.orchestrator.calibrate.schedule import timed_steps
+from longprefill.orchestrator.calibrate.tables import Point, shape_key, step_points, tables
+from longprefill.orchestrator.costs.profile import DeviceProfile, Link, Overheads
+from longprefill.orchestrator.plan import ClusterSettings
+from longprefill.orchestrator.shapes import model_shape
+from longprefill.partition.generators import generate
+from longprefill.partition.layout import Layout, Slice
+from longprefill.partition.operations import Operation, edge_operations, residual_operations
+from longprefill.partition.shapes import KdaShape, ModelShape
+from longprefill.partition.work import attn_res_sources
+from longprefill.workers.model.config import KdaConfig, ModelConfig
+
+LINK_BYTES = tuple(1 << bits for bits in (10, 14, 17, 20, 22, 24, 25))
+LINK_REPEATS = 9
+OVERLAP_BYTES = 4 << 20
+RESIDUAL_ROWS = (256, 2048, 8192)
+NUM_FOLDS = 4
+LINK_SHARE = 0.1
+"""Share of the time that links may take."""
+
+Progress = Callable[[str, float], None]
+"""Told what runs now and how much of the whole is done, from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model to calibrate for: what one rank holds of it, and how it runs."""
+
+    name: str
+    config: ModelConfig
+    settings: ClusterSettings
+
+    def spec(self, longest_tokens: int) -> BenchSpec:
+        """The model as a worker loads it."""
+        settings = self.settings
+        return BenchSpec(
+            config=self.config,
+            dtype=settings.dtype,
+            latent_format=settings.latent,
+            index_format=settings.index,
+            max_tokens=longest_tokens,
+        )
+
+
+def measure(
+    subjects: Sequence[Subject], *, name: str, longest_tokens: int, budget_s: float, progress: Progress
+) -> DeviceProfile:
+    """Measures this machine for these models. Takes about `budget_s`, and a little longer for a machine on which one
+    round of all steps does.
+
+    Raises:
+        RunFailed: a worker did not start, died or failed.
+    """
+    points: list[Point] = []
+    boundary_s: list[float] = []
+    rounds: dict[str, int] = {}
+    load = machine.describe()["load"]
+    with Pair() as pair:
+        share_s = budget_s * (1 - LINK_SHARE) / len(subjects)
+        for n, subject in enumerate(subjects):
+            progress(f"{subject.name}: loading", n * (1 - LINK_SHARE) / len(subjects))
+            bench = _ModelBench(pair, subject, longest_tokens)
+
+            def report(step: str, done: float, n: int = n, subject: Subject = subject) -> None:
+                progress(f"{subject.name}: {step}", (n + done) * (1 - LINK_SHARE) / len(subjects))
+
+            rounds[subject.name] = bench.run(share_s, report)
+            points += bench.points
+            boundary_s += bench.boundary_s
+        progress("links", 1 - LINK_SHARE)
+        pair.join()
+        links = _links(pair)
+        overheads = Overheads(
+            step_s=pair.call_s(TimedStep(start=0, tokens=64)),
+            layer_s=statistics.median(boundary_s),
+            overlap=_overlap(pair),
+        )
+    progress("done", 1.0)
+    return DeviceProfile(
+        name=name,
+        source="measured by longprefill bench --calibrate, inside the engine",
+        memory_bytes=machine.memory_bytes() // machine.num_cores(),
+        tables=tables(points),
+        links=links,
+        overheads=overheads,
+        measured=machine.describe()
+        | {"load_before": load, "rounds": rounds, "clock": "CPU time of the computing thread; links: wall time"}
+        | {"models": [subject.name for subject in subjects], "longest_tokens": longest_tokens},
+    )
+
+
+class _ModelBench:
+    """Rounds of one model's steps."""
+
+    def __init__(self, pair: Pair, subject: Subject, longest_tokens: int) -> None:
+        self.pair = pair
+        self.subject = subject
+        self.points: list[Point] = []
+        self.boundary_s: list[float] = []
+        self._config = reduced(subject.config)
+        self._shape = model_shape(self._config, subject.settings)
+        self._full = model_shape(subject.config, subject.settings)
+        self._steps = list(timed_steps(self._config, longest_tokens))
+        pair.ask("load", subject.spec(longest_tokens))
+
+    def run(self, budget_s: float, report: Progress) -> int:
+        """A first round warms up and says what there is time for; then rounds of every step alone and beside another,
+        one at least. Returns how many rounds counted."""
+        started = time.perf_counter()
+        costs = self._first_round(budget_s, report)
+        self._extras(report)
+        num_rounds = 0
+        round_s = 2 * sum(costs)
+        while not num_rounds or time.perf_counter() - started + round_s < budget_s:
+            began = time.perf_counter()
+            for n, step in enumerate(self._steps):
+                share = (time.perf_counter() - started) / max(budget_s, time.perf_counter() - started + sum(costs[n:]))
+                report(f"{step.tokens} tokens at {step.start}, round {num_rounds + 1}", share)
+                for copies in range(1, NUM_WORKERS + 1):
+                    self._take(step, self.pair.ask("step", step, copies=copies), copies)
+            round_s = time.perf_counter() - began
+            num_rounds += 1
+        return num_rounds
+
+    def _first_round(self, budget_s: float, report: Progress) -> list[float]:
+        """Seconds of every step, which do not count. Steps of which three rounds would not fit are left out."""
+        kept: list[TimedStep] = []
+        costs: list[float] = []
+        for step in self._steps:
+            spent_s = sum(costs)
+            if kept and 6 * spent_s > budget_s and step.num_ranks == 1:
+                continue
+            report(f"{step.tokens} tokens at {step.start}, warming up", min(spent_s / budget_s, 1.0))
+            began = time.perf_counter()
+            self.pair.ask("step", step)
+            kept.append(step)
+            costs.append(time.perf_counter() - began)
+        self._steps = kept
+        return costs
+
+    def _take(self, step: TimedStep, samples: Sequence[StepSample], copies: int) -> None:
+        for sample in samples:
+            self.points += step_points(step, sample, self._shape, copies)
+            self.boundary_s.append(sample.boundary_s / len(self._config.layers))
+
+    def _extras(self, report: Progress) -> None:
+        """What does not depend on where a step is: head, folds, residual scheme."""
+        report("head, folds, residuals", 0.0)
+        _, head = edge_operations(_one_token(), self._full, 1, 1)
+        head_key = shape_key("head", self._full.layers[0], self._full)
+        for copies in range(1, NUM_WORKERS + 1):
+            for seconds in self.pair.ask("head_s", copies=copies):
+                self.points.append(Point(head, head_key, copies, seconds))
+            for layer, shape in zip(self._config.layers, self._shape.layers, strict=True):
+                if isinstance(layer.mixer, KdaConfig) and isinstance(shape.mixer, KdaShape):
+                    fold = _fold_operation(shape.mixer)
+                    for seconds in self.pair.ask("fold_s", layer, NUM_FOLDS, copies=copies):
+                        self.points.append(Point(fold, shape_key("kda.fold", shape, self._shape), copies, seconds))
+            if self.subject.config.residual is not None:
+                for rows in RESIDUAL_ROWS:
+                    operation = _residual_operation(self._full, rows)
+                    key = shape_key("residual", self._full.layers[0], self._full)
+                    for seconds in self.pair.ask("residual_s", rows, copies=copies):
+                        self.points.append(Point(operation, key, copies, max(seconds, 1e-7)))
+
+
+def _one_token() -> Layout:
+    return generate("contiguous", [Slice(job=0, start=0, end=1)], 1)
+
+
+def _fold_operation(kda: KdaShape) -> Operation:
+    count = NUM_FOLDS * kda.num_value_heads
+    flops = count * 2 * kda.key_dim * kda.key_dim * kda.value_dim
+    return Operation("kda.fold", 0, 0, count, flops, count * 4 * kda.key_dim * (kda.key_dim + 2 * kda.value_dim))
+
+
+def _residual_operation(model: ModelShape, rows: int) -> Operation:
+    """The scheme over all layers as one operation."""
+    num_layers = len(model.layers)
+    if model.attn_res_block is not None:
+        return residual_operations(model, rows, attn_res_sources(num_layers, model.attn_res_block))[-1]
+    layer = residual_operations(model, rows, 0)[-1]
+    return _repeated(layer, num_layers)
+
+
+def _repeated(operation: Operation, repeats: int) -> Operation:
+    """The same operation several times, as one."""
+    return operation._replace(flops=repeats * operation.flops, num_bytes=repeats * operation.num_bytes)
+
+
+def _links(pair: Pair) -> tuple[Link, ...]:
+    """Latency and bandwidth of what crosses two ranks of this machine: median of the calls, the slower rank's."""
+
+    def curve(method: str, copies: int = NUM_WORKERS) -> tuple[tuple[float, float], ...]:
+        points: list[tuple[float, float]] = []
+        for num_bytes in LINK_BYTES:
+            ranks = pair.ask(method, num_bytes, LINK_REPEATS, copies=copies)
+            points.append((float(num_bytes), max(map(statistics.median, ranks))))
+        return tuple(points)
+
+    gather, exchange, transport = curve("gather_s"), curve("exchange_s"), curve("transport_s", copies=1)
+    measured = {"all_gather": gather, "exchange": exchange, "send": exchange}
+    links = [Link(pattern=name, scope="node", ranks=NUM_WORKERS, points=points) for name, points in measured.items()]
+    return (*links, Link(pattern="transport", scope="node", ranks=NUM_WORKERS, points=transport))
+
+
+def _overlap(pair: Pair) -> float:
+    """Share of a gather that is hidden behind compute on every rank."""
+    shares: list[float] = []
+    for rank in pair.ask("overlap_s", OVERLAP_BYTES, LINK_REPEATS):
+        for gather_s, compute_s, together_s in rank:
+            shares.append((gather_s + compute_s - together_s) / gather_s)
+    return min(max(statistics.median(shares), 0.0), 1.0)

@@ -1,0 +1,44 @@
+"""Which steps a calibration times for a model, and how many rounds its time allows."""
+
+from __future__ import annotations
+
+from longprefill.orchestrator.calibrate.engine import TimedStep
+from longprefill.partition.layout import PAGE_TOKENS
+from longprefill.workers.model.config import MlaConfig, ModelConfig
+
+LONGEST_TOKENS = 69_632
+"""Position that the farthest step reaches by default: 64 K and a step."""
+STEP_TOKENS = (256, 1024, 4096, 8192)
+GRID_TOKENS = STEP_TOKENS[:3]
+"""Those that are timed at several starts."""
+NEAR_TOKENS = 4096
+"""Start of the first steps whose queries all select."""
+LONE_TOKENS = (1024, 4096, 16384)
+"""Steps of which a rank that has fragments in the middle only is timed, one of two."""
+
+
+def timed_steps(config: ModelConfig, longest_tokens: int) -> tuple[TimedStep, ...]:
+    """Ascending in cost. Row counts by powers of two, visible keys near, midway and far: what lies between them is
+    interpolated."""
+    near = max(NEAR_TOKENS, _pages(2 * largest_topk(config)))
+    if near + 2 * STEP_TOKENS[0] > longest_tokens:
+        near = _pages(longest_tokens // 2)
+    far = longest_tokens - GRID_TOKENS[-1]
+    starts = {near, _pages(round((near * far) ** 0.5)), far} if far > 2 * near else {near}
+    found = {TimedStep(start=0, tokens=tokens, is_on_grid=tokens in GRID_TOKENS) for tokens in STEP_TOKENS}
+    found |= {TimedStep(start=start, tokens=tokens) for start in starts for tokens in GRID_TOKENS}
+    found |= {TimedStep(start=near, tokens=tokens, rank=1, num_ranks=2, is_on_grid=False) for tokens in LONE_TOKENS}
+    fitting = [step for step in found if step.start + step.tokens <= longest_tokens]
+    return tuple(sorted(fitting, key=lambda step: (step.tokens, step.start, step.rank)))
+
+
+def largest_topk(config: ModelConfig) -> int:
+    """Keys that a query selects in any layer; 0 without an indexer."""
+    mixers = [layer.mixer for layer in config.layers]
+    chosen = [mixer.selection.topk for mixer in mixers if isinstance(mixer, MlaConfig) and mixer.selection is not None]
+    return max(chosen, default=0)
+
+
+def _pages(num_tokens: int) -> int:
+    """Whole pages, so that pools and cuts begin there."""
+    return -(-num_tokens // PAGE_TOKENS) * PAGE_TOKENS
