@@ -95,7 +95,7 @@ class LocalCluster:
         try:
             self._ray.start(settings.num_ranks + 1, worker_environment(settings.threads_per_rank))
             # imported here: it loads torch, while Ray's workers start
-            from longprefill.orchestrator.groups import LocalWorkers
+            from longprefill.orchestrator.local_workers import LocalWorkers
 
             self._workers = LocalWorkers(settings, self.config, self.fingerprint, has_decode=self._has_decode)
             self._workers.start()
@@ -255,7 +255,7 @@ class LocalCluster:
 
     @property
     def workers(self) -> Any:
-        """The running workers (orchestrator/groups.py): statistics, recorded choices."""
+        """The running workers (orchestrator/local_workers.py): statistics, recorded choices."""
         return self._workers
 
     @property
@@ -294,7 +294,7 @@ class LocalCluster:
 
     def _open(self, array: np.ndarray, max_tokens: int, snapshot: str | None) -> PrefillResult:
         job, self._next_job = self._next_job, self._next_job + 1
-        self._running.open_job(job, array, max_tokens, snapshot)
+        self._running.open(job, array, max_tokens, snapshot)
         self._jobs[job] = array
         return PrefillResult(job=job, num_tokens=len(array), accepted_at=time.perf_counter())
 
@@ -322,13 +322,13 @@ class LocalCluster:
         for number, slices in enumerate(steps):
             ending = tuple(part.job for part in slices if part.end == by_job[part.job].num_tokens)
             started = time.perf_counter()
-            rank_seconds = self._workers.run_step(slices, ending)
+            reports = self._workers.run_step(slices, ending)
             done = StepDone(
                 number=number,
                 num_steps=len(steps),
                 slices=slices,
                 seconds=time.perf_counter() - started,
-                rank_seconds=rank_seconds,
+                rank_seconds=tuple(report.seconds for report in reports),
             )
             for part in slices:
                 by_job[part.job].steps.append(done)
@@ -337,7 +337,7 @@ class LocalCluster:
                 on_step(done)
         if handoff:
             for result in results:
-                result.handoff = self._workers.finish_handoff(result.job, result.num_tokens)
+                result.handoff = self._workers.finish_handoff(result.job)
         return results
 
 

@@ -21,6 +21,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from longprefill.orchestrator.errors import RunFailed
 from longprefill.partition.errors import UserError
+from longprefill.workers.spec import Whereabouts
 
 POLL_S = 0.25
 PING_INTERVAL_S = 1.0
@@ -36,9 +37,28 @@ class Watched:
     label: str
     actor: Any
     pid: int
+    place: Whereabouts | None = None
+    """None: a process that this one sees."""
     _ping: Any = None
     _asked_at: float = 0.0
     _heard_at: float = 0.0
+
+    @staticmethod
+    def at(place: Whereabouts, *, label: str, actor: Any) -> Watched:
+        """The worker that said this of itself."""
+        return Watched(label=label, actor=actor, pid=place.pid, place=place)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its pid means something to this process."""
+        return self.place is None or self.place.machine == Whereabouts.here().machine
+
+    def end(self) -> None:
+        """Ends its process, a stopped one too; on another machine that is Ray's to do."""
+        if self.is_here:
+            end_process(self.pid)
+        else:
+            ray.kill(self.actor, no_restart=True)
 
 
 class Watch:
@@ -51,8 +71,13 @@ class Watch:
     def add(self, worker: Watched) -> None:
         self._workers.append(worker)
 
-    def clear(self) -> None:
-        self._workers.clear()
+    def remove(self, worker: Watched) -> None:
+        self._workers.remove(worker)
+
+    def clear(self) -> list[Watched]:
+        """Watches nobody any more; returns whom it watched."""
+        workers, self._workers = self._workers, []
+        return workers
 
     def wait(self, calls: Mapping[str, Any], *, deadline_s: float | None = None) -> dict[str, Any]:
         """Results of labelled calls, once all are there.
@@ -137,7 +162,7 @@ class Watch:
                         raise self._death(worker.label, error) from error
                     worker._ping, worker._heard_at = None, now
                 elif now - worker._heard_at > self._timeout_s:
-                    end_process(worker.pid)
+                    worker.end()
                     raise RunFailed(
                         f"{worker.label} (pid {worker.pid}) stopped answering for {self._timeout_s:.0f} s; ended"
                     )

@@ -1,5 +1,5 @@
-"""The Ray actors: a prefill worker and a decode worker. One call per step and rank; Ray carries control, no cache
-bytes.
+"""The Ray actor of a prefill rank, and what every worker has. One call per step and rank; Ray carries control, no
+cache bytes.
 
 Call order of a prefill worker, by the controller:
 
@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,16 +27,14 @@ from safetensors.torch import save_file
 from longprefill.comms.group import Group
 from longprefill.comms.solo import SoloGroup
 from longprefill.comms.torch_group import GroupSpec, TorchGroup
-from longprefill.comms.transport.base import TransportError
-from longprefill.comms.transport.holder import attach_pool
+from longprefill.comms.transport.base import PoolAddress, TransportError
+from longprefill.comms.transport.holder import Pool, attach_pool, create_pool, sweep_stale
 from longprefill.kernels.backends import chosen, resolve
 from longprefill.workers import device as devices
 from longprefill.workers.cache.pages import CacheFormats, CachePool, cache_kinds
 from longprefill.workers.choices import Record, Recorder, Replayer, Swap
-from longprefill.workers.decode import DecodeRank, Sampling, Token
 from longprefill.workers.dump import collect
-from longprefill.workers.handoff.parts import HandoffPart, HandoffTarget, slot_bytes
-from longprefill.workers.handoff.receiver import HandoffReceiver
+from longprefill.workers.handoff.parts import HandoffPart, HandoffTarget, pool_file_bytes, slot_bytes
 from longprefill.workers.handoff.sender import HandoffSender
 from longprefill.workers.model.families.registry import read_config
 from longprefill.workers.model.model import Model
@@ -47,7 +43,7 @@ from longprefill.workers.model.weights import fingerprint, load_weights
 from longprefill.workers.prefill import PrefillRank, StepPlan
 from longprefill.workers.probe import ActivationProbe, RankObservation, observe
 from longprefill.workers.snapshot import SnapshotIdentity, read_header, restore, write_snapshot
-from longprefill.workers.spec import WorkerInfo, WorkerSpec, WorkerStats
+from longprefill.workers.spec import Whereabouts, WorkerInfo, WorkerSpec, WorkerStats
 from longprefill.workers.trace import Tracer
 
 logger = logging.getLogger(__name__)
@@ -62,6 +58,8 @@ class StepReport:
     seconds: float
     has_logits: tuple[int, ...]
     """Jobs whose last logits this rank keeps."""
+    stats: WorkerStats | None = None
+    """Of this step alone, when it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +72,7 @@ class ChoiceReport:
     swapped: tuple[Swap, ...] = ()
 
 
-class _Worker:
+class Worker:
     """What both kinds of worker have: a model, a pool, a tracer."""
 
     def __init__(self) -> None:
@@ -83,9 +81,9 @@ class _Worker:
         self._past_comm: dict[str, tuple[int, int, float]] = {}
 
     @ray.method(concurrency_group="control")
-    def describe(self) -> tuple[int, str]:
-        """(pid, node): known before anything is loaded, so that a stopped worker can be ended."""
-        return _pid_and_node()
+    def describe(self) -> Whereabouts:
+        """Known before anything is loaded, so that a stopped worker can be ended."""
+        return Whereabouts.here()
 
     @ray.method(concurrency_group="control")
     def ping(self) -> bool:
@@ -95,8 +93,10 @@ class _Worker:
     def stats(self) -> WorkerStats:
         """Peak memory, ledger and spans since the last call."""
         comm = _summed(self._past_comm, self._group_comm())
-        spans = tuple((s.name, s.category, s.start_us, s.duration_us, s.layer, s.job) for s in self._tracer.take())
-        return WorkerStats(peak_rss_bytes=_peak_rss_bytes(), comm=comm, spans=spans)
+        return WorkerStats(peak_rss_bytes=_peak_rss_bytes(), comm=comm, spans=self._take_spans())
+
+    def _take_spans(self) -> tuple[tuple[str, str, float, float, int, int], ...]:
+        return tuple((s.name, s.category, s.start_us, s.duration_us, s.layer, s.job) for s in self._tracer.take())
 
     def _group_comm(self) -> dict[str, tuple[int, int, float]]:
         ops = {} if self._group is None else self._group.ledger.ops
@@ -117,17 +117,26 @@ class _Worker:
         weights_bytes = sum(tensor.nbytes for tensor in weights.values())
         self._model = Model(local_config(self._config, spec.place), weights)
         self._formats = CacheFormats(latent=spec.latent_format, index_key=spec.index_format)
-        self._pool_file = attach_pool(spec.pool)
+        self._pool_file = self._open_pool(spec)
         self._pool = CachePool(self._pool_file.bytes_B, cache_kinds(self._config, self._formats), spec.num_pages)
         self._tracer = Tracer(spec.trace)
-        pid, node = _pid_and_node()
+        here = Whereabouts.here()
         return WorkerInfo(
-            pid=pid,
-            node=node,
+            pid=here.pid,
+            node=here.node,
             weights_bytes=weights_bytes,
             load_s=time.perf_counter() - started,
             backends=chosen(spec.device, spec.backends),
         )
+
+    def _open_pool(self, spec: WorkerSpec) -> Pool:
+        if spec.pool is not None:
+            return attach_pool(spec.pool)
+        # its holder is on another machine: the pool lives as long as this process
+        sweep_stale()
+        kinds = cache_kinds(self._config, self._formats)
+        size = pool_file_bytes(self._config, self._dtype, kinds, spec.num_pages, spec.num_slots)
+        return create_pool(size, label="prefill")
 
     def _make_rank(self, group: Group) -> PrefillRank:
         return PrefillRank(
@@ -145,7 +154,7 @@ class _Worker:
         )
 
 
-class PrefillWorker(_Worker):
+class PrefillWorker(Worker):
     """One rank of a prefill group."""
 
     def start(self, spec: WorkerSpec) -> WorkerInfo:
@@ -161,6 +170,7 @@ class PrefillWorker(_Worker):
         self._sender: HandoffSender | None = None
         self._failed_transfers: dict[int, str] = {}
         self._logits: dict[int, torch.Tensor] = {}
+        self._open: set[int] = set()
         return info
 
     def join(self, group_spec: GroupSpec) -> None:
@@ -178,6 +188,7 @@ class PrefillWorker(_Worker):
         """Takes a job, fresh or from a snapshot file; returns the position it stands at."""
         tokens_T = torch.from_numpy(np.array(tokens, dtype=np.int64))
         self._rank.open_job(job, tokens_T, tuple(table))
+        self._open.add(job)
         if snapshot is not None:
             header = read_header(snapshot, self._identity)
             state = restore(snapshot, self._config, self._dtype, self._rank.cache(job))
@@ -205,8 +216,17 @@ class PrefillWorker(_Worker):
         if first_token:
             self._send_pages(job, 0, first_token, is_last=first_token == self._rank.num_tokens(job))
 
-    def run_step(self, plan: StepPlan) -> StepReport:
+    def check_link(self, address: PoolAddress) -> str | None:
+        """Why this rank cannot write to a decode worker's pool; None: it can."""
+        try:
+            attach_pool(address).close()
+        except TransportError as error:
+            return str(error)
+        return None
+
+    def run_step(self, plan: StepPlan, with_stats: bool = False) -> StepReport:
         """One step. Jobs in `plan.logits_of` end with it: their ragged pages stream too."""
+        before = self._group_comm()
         result = self._rank.run_step(plan)
         self._logits |= result.logits
         if self._sender is not None:
@@ -214,7 +234,20 @@ class PrefillWorker(_Worker):
                 if self._sender.is_open(part.job):
                     self._send_pages(part.job, part.start, part.end, is_last=part.job in plan.logits_of)
         assert self._group is not None
-        return StepReport(rank=self._group.rank, seconds=result.seconds, has_logits=tuple(result.logits))
+        return StepReport(
+            rank=self._group.rank,
+            seconds=result.seconds,
+            has_logits=tuple(result.logits),
+            stats=self._step_stats(before) if with_stats else None,
+        )
+
+    def _step_stats(self, before: Mapping[str, tuple[int, int, float]]) -> WorkerStats:
+        comm = {}
+        for op, (calls, num_bytes, seconds) in self._group_comm().items():
+            past = before.get(op, (0, 0, 0.0))
+            if calls > past[0]:
+                comm[op] = (calls - past[0], num_bytes - past[1], seconds - past[2])
+        return WorkerStats(peak_rss_bytes=_peak_rss_bytes(), comm=comm, spans=self._take_spans())
 
     def finish_handoff(self, job: int) -> HandoffPart:
         """A collective of the TP group. Sends the state and logits if this rank has them, waits until everything has
@@ -271,6 +304,12 @@ class PrefillWorker(_Worker):
         with contextlib.suppress(KeyError):
             self._rank.close_job(job)
         self._logits.pop(job, None)
+        self._open.discard(job)
+
+    def close_all(self) -> None:
+        """Forgets every job: what a rank does that has outlived its group."""
+        for job in sorted(self._open):
+            self.close_job(job)
 
     def record_choices(self) -> None:
         """Keeps every discrete choice from now on."""
@@ -309,61 +348,6 @@ class PrefillWorker(_Worker):
         return observe(self._rank, probe, job)
 
 
-class DecodeWorker(_Worker):
-    """Takes prefilled jobs over and generates."""
-
-    def start(self, spec: WorkerSpec) -> WorkerInfo:
-        """Loads the model and attaches the pool that prefill ranks write to."""
-        info = self._start(spec)
-        self._stopped: set[int] = set()
-        self._group = SoloGroup()
-        self._decode = DecodeRank(self._make_rank(self._group))
-        self._receiver = HandoffReceiver(
-            self._config,
-            self._dtype,
-            self._formats,
-            self._pool,
-            self._pool_file,
-            fingerprint(spec.model_dir),
-            spec.num_slots,
-        )
-        return info
-
-    def reserve(self, job: int, transfer_id: str, attempt: int, table: Sequence[int]) -> HandoffTarget:
-        """Room for a job before its first byte is sent."""
-        return self._receiver.reserve(job, transfer_id, attempt, tuple(table))
-
-    def commit(self, manifest: bytes, commit: bytes, max_tokens: int) -> bytes:
-        """Verifies every checksum, then takes the job over. An Ack or a Nack message."""
-        answer, received = self._receiver.commit(manifest, commit)
-        if received is not None:
-            self._decode.take(received.job, received.table, received.state, received.logits_V, max_tokens)
-        return answer
-
-    def generate(self, job: int, sampling: Sampling, stream: int) -> Iterator[Token]:
-        """Streams tokens as they are sampled, until `stop_stream` names this stream."""
-        for token in self._decode.generate(job, sampling):
-            if stream in self._stopped:
-                break
-            yield token
-        self._stopped.discard(stream)
-
-    @ray.method(concurrency_group="control")
-    def stop_stream(self, stream: int) -> None:
-        """Nobody listens to this stream any more."""
-        self._stopped.add(stream)
-
-    def release(self, job: int) -> None:
-        """Forgets a job, committed or only reserved; its pages may be given to another."""
-        if self._receiver.is_committed(job):
-            self._decode.drop(job)
-        self._receiver.release(job)
-
-
-def _pid_and_node() -> tuple[int, str]:
-    return os.getpid(), socket.gethostname()
-
-
 def _summed(
     first: Mapping[str, tuple[int, int, float]], second: Mapping[str, tuple[int, int, float]]
 ) -> dict[str, tuple[int, int, float]]:
@@ -385,4 +369,3 @@ def _peak_rss_bytes() -> int:
 
 # ray's type stubs know neither concurrency groups nor what they return
 PrefillActor: Any = ray.remote(concurrency_groups=CONTROL, max_restarts=0)(PrefillWorker)  # pyright: ignore[reportCallIssue]
-DecodeActor: Any = ray.remote(concurrency_groups=CONTROL, max_restarts=0)(DecodeWorker)  # pyright: ignore[reportCallIssue]

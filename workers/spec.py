@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from longprefill.workers.model.sharding import MeshPlace
 
@@ -23,8 +26,9 @@ class WorkerSpec:
     """Compute dtype, one of DTYPES."""
     latent_format: str
     index_format: str
-    pool: PoolAddress
-    """The holder's file with this worker's cache pages and hand-off slots."""
+    pool: PoolAddress | None
+    """The holder's file with this worker's cache pages and hand-off slots; None: the worker makes one itself, because
+    its holder is on another machine."""
     num_pages: int
     num_slots: int
     place: MeshPlace
@@ -34,6 +38,23 @@ class WorkerSpec:
     trace: bool = False
     keep_unpooled_keys: bool = False
     num_threads: int = 1
+
+
+class Whereabouts(NamedTuple):
+    """A process, and where its pid means something."""
+
+    pid: int
+    node: str
+    """Name of the machine, for people."""
+    machine: str
+    """Equal for two processes exactly when they see each other's pids."""
+
+    @staticmethod
+    def here() -> Whereabouts:
+        """Of this process."""
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Whereabouts(os.getpid(), socket.gethostname(), f"{boot}/{namespace}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

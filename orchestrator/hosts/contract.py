@@ -25,6 +25,8 @@ from longprefill.orchestrator.errors import RunFailed
 from longprefill.orchestrator.plan import ClusterSettings
 from longprefill.partition.errors import UserError
 from longprefill.partition.layout import Slice
+from longprefill.workers.sampling import DecodeFailure, DecodeToken, GenerateRequest
+from longprefill.workers.sampling import SampleStart as SampleStart  # part of a GenerateRequest
 
 if TYPE_CHECKING:
     from longprefill.workers.handoff.parts import HandoffTarget
@@ -91,7 +93,7 @@ class HostSettings:
     """Of every rank beside one CPU: "GPU", "NPU", or a custom name of nodes."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment of the ranks, where Ray's workers do not have it already."""
-    max_rebuilds: int = 5
+    max_rebuilds: int = 10
     """After so many in a row without a finished step between them the host is failed."""
     max_running_samples: int = 64
     """Decode: samples in one iteration; more wait their turn."""
@@ -301,54 +303,6 @@ class Reservation:
     """Of the prompt."""
     max_new_tokens: int
     num_samples: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleStart:
-    """One continuation. A fresh one is `SampleStart(sample=n)`. One that is taken up again has `num_generated` tokens
-    already; `forced` are those of them that the prefilled prompt did not contain: they are run, not sampled."""
-
-    sample: int
-    num_generated: int = 0
-    forced: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
-    """How to continue a committed job. Samples that are not named are not generated."""
-
-    job: int
-    samples: tuple[SampleStart, ...]
-    max_new_tokens: int
-    """Of every sample, the generated ones included."""
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    num_logprobs: int | None = None
-    """None: no log-probabilities; else each token's own and so many best."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeToken:
-    job: int
-    sample: int
-    index: int
-    """Within the sample, from 0."""
-    token: int
-    finish_reason: str | None
-    """"stop" (this is a stop token), "length", or None: more follow."""
-    logprob: float | None = None
-    """Natural logarithm, of the softmax of the untempered logits."""
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeFailure:
-    """A job that cannot be continued, though the worker lives."""
-
-    job: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

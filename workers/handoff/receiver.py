@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from longprefill.comms.transport.holder import Pool
 from longprefill.partition.layout import PAGE_TOKENS
 from longprefill.workers.cache.pages import CacheFormats, CachePool
 from longprefill.workers.cache.states import BoundaryState, packed_bytes
-from longprefill.workers.handoff.parts import DRAIN_TIMEOUT_S, HandoffTarget, slot_bytes, state_entries
+from longprefill.workers.handoff.parts import DRAIN_TIMEOUT_S, HandoffTarget, layer_counts, slot_bytes, state_entries
 from longprefill.workers.model.config import ModelConfig
 
 
@@ -37,6 +38,13 @@ class _Incoming:
     slot: int
     """Another job's as soon as this one is committed."""
     is_committed: bool = False
+    checksum: int = 0
+    """Of the manifest that was committed."""
+    ack: bytes = b""
+
+
+VERIFY_BYTES = 8 << 20
+"""Checked between two pauses of a verification: a millisecond or two."""
 
 
 class HandoffReceiver:
@@ -92,7 +100,18 @@ class HandoffReceiver:
 
     def commit(self, manifest_bytes: bytes, commit_bytes: bytes) -> tuple[bytes, Received | None]:
         """Verifies the manifest against the model and every byte against its checksum; (Ack or Nack, the job if
-        Ack)."""
+        Ack). A repeated commit gets its Ack again, and no job."""
+        verification = self.verification(manifest_bytes, commit_bytes)
+        while True:
+            try:
+                next(verification)
+            except StopIteration as end:
+                return end.value
+
+    def verification(
+        self, manifest_bytes: bytes, commit_bytes: bytes
+    ) -> Generator[None, None, tuple[bytes, Received | None]]:
+        """`commit` with a pause every few milliseconds, in which the receiver may be used."""
         try:
             manifest, commit = decode(manifest_bytes), decode(commit_bytes)
             if not isinstance(manifest, Manifest) or not isinstance(commit, Commit):
@@ -104,20 +123,21 @@ class HandoffReceiver:
                 transfer_id="unknown", attempt=0, job="unknown", code="incomplete", reason=str(error), may_retry=True
             )
             return encode(nack), None
-        code, reason = self._refusal(manifest, commit, checksum_bytes(manifest_bytes))
-        if code is not None:
-            nack = Nack(
-                transfer_id=manifest.transfer_id,
-                attempt=manifest.attempt,
-                job=manifest.job,
-                code=code,
-                reason=reason,
-                may_retry=code in ("checksum", "incomplete"),
-            )
-            return encode(nack), None
-        job = int(manifest.job)
-        incoming = self._jobs[job]
-        incoming.is_committed = True
+        yield
+        incoming = self._jobs.get(int(manifest.job)) if manifest.job.isdecimal() else None
+        checksum = checksum_bytes(manifest_bytes)
+        if incoming is not None and incoming.is_committed and incoming.checksum == checksum:
+            return incoming.ack, None
+        code, reason = self._refusal(manifest, commit, checksum)
+        if code is None and incoming is not None:
+            code, reason = yield from self._damage(manifest, incoming)
+            if code is None and not self._is_current(manifest):
+                code, reason = "unknown_transfer", f"transfer {manifest.transfer_id} was replaced while it was verified"
+        if code is not None or incoming is None:
+            return encode(_nack(manifest, code or "unknown_transfer", reason)), None
+        return self._accept(manifest, incoming, checksum)
+
+    def _accept(self, manifest: Manifest, incoming: _Incoming, checksum: int) -> tuple[bytes, Received]:
         # nothing of this transfer may be written any more
         self._file.advance_generation(incoming.slot, timeout_s=DRAIN_TIMEOUT_S)
         state, logits_V = self._read_slot(incoming, manifest.position)
@@ -129,7 +149,8 @@ class HandoffReceiver:
             position=manifest.position,
             num_bytes=manifest.num_bytes,
         )
-        return encode(ack), Received(job=job, table=incoming.table, state=state, logits_V=logits_V)
+        incoming.is_committed, incoming.checksum, incoming.ack = True, checksum, encode(ack)
+        return incoming.ack, Received(job=int(manifest.job), table=incoming.table, state=state, logits_V=logits_V)
 
     def is_committed(self, job: int) -> bool:
         return job in self._jobs and self._jobs[job].is_committed
@@ -142,15 +163,16 @@ class HandoffReceiver:
             self._free_slots.append(incoming.slot)
         self._jobs.pop(job, None)
 
-    def _refusal(self, manifest: Manifest, commit: Commit, manifest_checksum: int) -> tuple[str | None, str]:
+    def _is_current(self, manifest: Manifest) -> bool:
+        """Whether the manifest is of the last attempt that was reserved, and nothing was committed yet."""
         incoming = self._jobs.get(int(manifest.job)) if manifest.job.isdecimal() else None
-        if incoming is None or (manifest.transfer_id, manifest.attempt) != (incoming.transfer_id, incoming.attempt):
-            return (
-                "unknown_transfer",
-                f"transfer {manifest.transfer_id} attempt {manifest.attempt} was not reserved here",
-            )
-        if incoming.is_committed:
-            return "unknown_transfer", f"transfer {manifest.transfer_id} is already committed"
+        if incoming is None or incoming.is_committed:
+            return False
+        return (manifest.transfer_id, manifest.attempt) == (incoming.transfer_id, incoming.attempt)
+
+    def _refusal(self, manifest: Manifest, commit: Commit, manifest_checksum: int) -> tuple[str | None, str]:
+        if not self._is_current(manifest):
+            return "unknown_transfer", f"transfer {manifest.transfer_id} attempt {manifest.attempt} is not open here"
         if commit.checksum != manifest_checksum:
             return "incomplete", "the commit is not of this manifest"
         has_index = any(kind.kind == "index_key" for kind in self._pool.kinds)
@@ -158,17 +180,30 @@ class HandoffReceiver:
         offered = (manifest.model_fingerprint, manifest.latent_format, manifest.index_format)
         if offered != expected:
             return "incompatible", f"model and formats are {offered}, this worker has {expected}"
+        if manifest.layers != layer_counts(self._config):
+            return "incompatible", f"layers are {manifest.layers}, this model has {layer_counts(self._config)}"
+        unknown = next((page for page in manifest.pages if (page.layer, page.kind) not in self._pool.kind_of), None)
+        if unknown is not None:
+            return "incompatible", f"layer {unknown.layer} of this model has no {unknown.kind} pages"
+        num_reserved = len(self._jobs[int(manifest.job)].table)
+        if manifest.position > num_reserved * PAGE_TOKENS:
+            return "no_room", f"position {manifest.position} is beyond the {num_reserved} pages that were reserved"
         try:
             check_complete([manifest], page_tokens=PAGE_TOKENS)
         except MessageError as error:
             return "incomplete", str(error)
-        return self._damage(manifest, incoming)
+        return None, ""
 
-    def _damage(self, manifest: Manifest, incoming: _Incoming) -> tuple[str | None, str]:
+    def _damage(self, manifest: Manifest, incoming: _Incoming) -> Generator[None, None, tuple[str | None, str]]:
+        num_unpaused = 0
         for page in manifest.pages:
             begin, size = self._pool.byte_range(page.layer, page.kind, incoming.table[page.index])
             if page.num_bytes != size or checksum_tensor(self._file.bytes_B[begin : begin + size]) != page.checksum:
                 return "checksum", f"{page.kind} page {page.index} of layer {page.layer}"
+            num_unpaused += size
+            if num_unpaused >= VERIFY_BYTES:
+                num_unpaused = 0
+                yield
         state, logits_V = self._read_slot(incoming, manifest.position)
         if state_entries(state, manifest.states[0].owner if manifest.states else 0) != manifest.states:
             return "checksum", "boundary state"
@@ -186,3 +221,14 @@ class HandoffReceiver:
 
     def _slot_at(self, slot: int) -> int:
         return self._slots_at + slot * self._slot_size
+
+
+def _nack(manifest: Manifest, code: str, reason: str) -> Nack:
+    return Nack(
+        transfer_id=manifest.transfer_id,
+        attempt=manifest.attempt,
+        job=manifest.job,
+        code=code,
+        reason=reason,
+        may_retry=code in ("checksum", "incomplete"),
+    )
