@@ -7,7 +7,7 @@ operations) and `Table`s (seconds of an operation, measured point by point). `ra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 
 from longprefill.partition.errors import UserError
@@ -153,6 +153,23 @@ class DeviceProfile:
             value = getattr(self, what)
             if value is not None and not 0 < value < float("inf"):
                 raise ProfileError(f"profile {self.name}: {what}={value}: use a positive number, or leave it out")
+
+
+def with_links(profile: DeviceProfile, *, bandwidth: float = 1.0, latency: float = 1.0) -> DeviceProfile:
+    """The profile with all links so many times as fast and as slow to answer. Measured points scale by their bytes."""
+    return replace(
+        profile,
+        links=tuple(
+            replace(
+                link,
+                latency_s=link.latency_s * latency,
+                message_s=link.message_s * latency,
+                bytes_per_s=None if link.bytes_per_s is None else link.bytes_per_s * bandwidth,
+                points=tuple((num_bytes * bandwidth, seconds) for num_bytes, seconds in link.points),
+            )
+            for link in profile.links
+        ),
+    )
 
 
 def _refuse_impossible(where: str, record: object) -> None:

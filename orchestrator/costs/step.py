@@ -72,7 +72,7 @@ class StepTime:
     """All operations of the fullest rank."""
     mean_work_s: float
     waiting_s: float
-    """What the fullest rank waits for others and for states that come one after another."""
+    """Beside the fullest rank's work: ranks that wait for each other by turns, states that come one after another."""
     exposed_s: float
     """Exchanges that no work hides."""
     host_s: float
@@ -153,6 +153,11 @@ class StepCosts:
         layout = generate(kind, slices, self.placement.cp)
         return _Step(self, layout, num_ending).time()
 
+    def layer_seconds(self, slices: Sequence[Slice]) -> dict[LayerShape, float]:
+        """Work of the fullest rank in each kind of layer, without exchanges and Attention Residuals."""
+        step = _Step(self, generate("contiguous", slices, self.placement.cp), 0)
+        return {layer: step.work_s(layer) + self.placement.profiles[0].overheads.layer_s for layer in self._layers}
+
     def operation_seconds(self, rank: int, operation: Operation, shape: tuple[tuple[str, int | str], ...]) -> float:
         return self._rates[rank if len(self._rates) > 1 else 0].seconds(operation, shape)
 
@@ -201,6 +206,11 @@ class _Step:
         clocks.meet("boundary state", self.exchanges.boundary_s())
         clocks.pay("host", overheads.step_s)
         return self._result()
+
+    def work_s(self, layer: LayerShape) -> float:
+        """The fullest rank's seconds in one layer."""
+        groups = self._work(layer).values()
+        return max(sum(sum(ranks[n].values()) for ranks in groups) for n in range(len(self.ranks)))
 
     def _layer(self, layer: LayerShape, sources: int) -> None:
         clocks, exchanges, options = self.clocks, self.exchanges, self.costs.options
@@ -310,7 +320,7 @@ class _Step:
             parts={name: seconds for name, seconds in parts.items() if seconds},
             max_work_s=max(works),
             mean_work_s=sum(works) / len(works),
-            waiting_s=waiting_s + relay_s,
+            waiting_s=max(clocks.now) - max(works) - sum(exposed.values()) - host_s,
             exposed_s=sum(exposed.values()),
             host_s=host_s,
         )

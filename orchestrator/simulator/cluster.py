@@ -5,7 +5,9 @@ seed = 0
 [scheduler]  policy, step_tokens or step_target_s, max_degree, widen_efficiency, pack_tokens, max_queued
 [scheduler.tenant_weights]
 [costs]      kind = "quadratic": work_per_s (left out: from --load), scale_tokens
-             kind = "work": model (a directory or "kimi_linear"), device (a table or a file), exchange
+             kind = "work": model (a name or a directory), device (a name or a profile's file), exchange
+[[nodes]]    count, devices, device, memory_gib: the machines, for `plan`; left out: the fleet's units
+[network]    gb_per_s (of one device), node_gb_per_s (shared by a machine's devices), latency_s, message_s
 [decode]     num_workers, slots_per_worker, token_s, handoff_gb_per_s, handoff_latency_s
 [prefix]     capacity_gib, state_share
 [failures]   unit_mtbf_s, repair_s, straggler_share, straggler_factor
@@ -21,7 +23,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from longprefill.orchestrator.scheduler.settings import FleetSettings, SchedulerSettings
-from longprefill.orchestrator.simulator.costs import DeviceProfile
 from longprefill.partition.errors import UserError
 
 REPLAY_STEP_TOKENS = 8192
@@ -43,9 +44,9 @@ class CostSettings:
     """Of one device; None: what makes the trace offer the wanted load."""
     scale_tokens: int = 131_072
     model: str = "kimi_linear"
-    """For counted work: a named shape."""
+    """For counted work: a model's name or directory."""
     device: str | None = None
-    """For counted work: a TOML file with the fields of a device profile; None: the example device."""
+    """For counted work: a profile's name or file; None: the example device."""
     exchange: str = "all_gather"
 
     def __post_init__(self) -> None:
@@ -116,6 +117,47 @@ class SloSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """Machines of one kind."""
+
+    count: int = 1
+    devices: int = 1
+    device: str | None = None
+    """A profile's name or file; None: that of [costs]."""
+    memory_bytes: int | None = None
+    """Of one device; None: the profile's."""
+
+    def __post_init__(self) -> None:
+        for name in ("count", "devices"):
+            if getattr(self, name) < 1:
+                raise ClusterError(f"[[nodes]] {name}={getattr(self, name)}: need 1 or more")
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise ClusterError(f"[[nodes]] memory of {self.memory_bytes} bytes: need 1 or more, or leave it out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkSettings:
+    """Between machines; it takes the place of the network links of the profiles."""
+
+    bytes_per_s: float | None = None
+    """Received by one device; None: only the machine's own share limits it."""
+    node_bytes_per_s: float | None = None
+    """Received by all devices of a machine together."""
+    latency_s: float = 15e-6
+    message_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_per_s", "node_bytes_per_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ClusterError(f"[network] {name}={value}: use a positive number")
+        if self.bytes_per_s is None and self.node_bytes_per_s is None:
+            raise ClusterError("[network] needs gb_per_s (of one device) or node_gb_per_s (shared by a machine's)")
+        if not 0 <= self.latency_s < float("inf") or not 0 <= self.message_s < float("inf"):
+            raise ClusterError(f"[network] latency_s={self.latency_s}, message_s={self.message_s}: need 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Everything that a replay needs beside the trace."""
 
@@ -127,6 +169,13 @@ class Cluster:
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
     failures: FailureSettings = field(default_factory=FailureSettings)
     slo: SloSettings = field(default_factory=SloSettings)
+    nodes: tuple[NodeSettings, ...] = ()
+    network: NetworkSettings | None = None
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices that share a machine: of the largest of [[nodes]], else of a unit."""
+        return max((node.devices for node in self.nodes), default=self.fleet.devices_per_unit)
 
     @property
     def num_devices(self) -> int:
@@ -141,8 +190,9 @@ SECTIONS: Mapping[str, type] = {
     "prefix": PrefixSettings,
     "failures": FailureSettings,
     "slo": SloSettings,
+    "network": NetworkSettings,
 }
-UNITS = {"_gib": ("_bytes", GIB), "_gb_per_s": ("_bytes_per_s", GB)}
+UNITS = {"_gib": ("_bytes", GIB), "gb_per_s": ("bytes_per_s", GB)}
 """Fields in bytes may be written in GiB, rates in GB/s."""
 
 
@@ -155,28 +205,22 @@ def read_cluster(path: Path | None) -> Cluster:
     if path is None:
         return Cluster()
     content = _toml(path, "--cluster")
-    unknown = sorted(content.keys() - SECTIONS.keys() - {"seed"})
+    unknown = sorted(content.keys() - SECTIONS.keys() - {"seed", "nodes"})
     if unknown:
-        raise ClusterError(f"--cluster {path}: unknown {', '.join(unknown)}: use seed, {', '.join(SECTIONS)}")
+        raise ClusterError(f"--cluster {path}: unknown {', '.join(unknown)}: use seed, {', '.join(SECTIONS)}, nodes")
     seed = content.pop("seed", 0)
     if not isinstance(seed, int):
         raise ClusterError(f"--cluster {path}: seed={seed!r}: use a whole number")
+    nodes = content.pop("nodes", [])
+    if not isinstance(nodes, list):
+        raise ClusterError(f"--cluster {path} nodes={nodes!r}: write [[nodes]]")
+    for given in (content.get("costs"), *nodes):
+        device = given.get("device") if isinstance(given, dict) else None
+        if isinstance(device, str) and device.endswith((".toml", ".json")):
+            given["device"] = str(path.parent / device)  # it lies beside the cluster file that names it
     sections = {name: _section(f"--cluster {path} [{name}]", SECTIONS[name], given) for name, given in content.items()}
-    costs = sections.get("costs")
-    if isinstance(costs, CostSettings) and costs.device is not None:
-        # a device file lies beside the cluster file that names it
-        content["costs"]["device"] = str(path.parent / costs.device)
-        sections["costs"] = _section(f"--cluster {path} [costs]", CostSettings, content["costs"])
-    return Cluster(seed=seed, **sections)
-
-
-def read_device(path: Path) -> DeviceProfile:
-    """A device profile from its TOML file: the fields of `DeviceProfile`.
-
-    Raises:
-        ClusterError: the file cannot be read, or has an unknown, missing or impossible field.
-    """
-    return _section(f"device file {path}", DeviceProfile, _toml(path, "device file"))
+    kinds = tuple(_section(f"--cluster {path} [[nodes]] {n}", NodeSettings, given) for n, given in enumerate(nodes))
+    return Cluster(seed=seed, nodes=kinds, **sections)
 
 
 def _toml(path: Path, what: str) -> dict[str, Any]:

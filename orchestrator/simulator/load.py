@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from longprefill.orchestrator.scheduler.jobs import StepCosts
-from longprefill.orchestrator.simulator.cluster import Cluster, ClusterError, read_device
-from longprefill.orchestrator.simulator.costs import QuadraticCosts, WorkCosts
-from longprefill.orchestrator.simulator.shapes import EXAMPLE_DEVICE, named_shape
+from longprefill.orchestrator.simulator.cluster import Cluster, ClusterError
+from longprefill.orchestrator.simulator.costs import QuadraticCosts
+from longprefill.orchestrator.simulator.subject import counted_costs
 from longprefill.orchestrator.simulator.trace import Request, TraceError, span_seconds
 from longprefill.partition.layout import Slice
-from longprefill.partition.work import check_exchange
 
 DEFAULT_LOAD = 0.9
 
@@ -66,13 +64,7 @@ def costs_of(cluster: Cluster) -> Callable[[], StepCosts]:
         if per_s is None:
             raise ClusterError("[costs] kind='quadratic' without work_per_s: give a rate, or replay a trace at a load")
         return lambda: QuadraticCosts(work_per_s=per_s, scale_tokens=settings.scale_tokens)
-    device = EXAMPLE_DEVICE if settings.device is None else read_device(Path(settings.device))
-    shape = named_shape(settings.model)
-    if settings.exchange not in ("all_gather", "head_transposed", "relay"):
-        raise ClusterError(f"[costs] exchange={settings.exchange!r}: use all_gather, head_transposed or relay")
-    check_exchange(settings.exchange)
-    exchange = settings.exchange
-    return lambda: WorkCosts(shape, device, exchange)
+    return counted_costs(cluster)
 
 
 def _needs_rate(cluster: Cluster) -> bool:

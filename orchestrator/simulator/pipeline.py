@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from longprefill.orchestrator.simulator.costs import DeviceProfile
-from longprefill.partition.generators import contiguous
+from longprefill.orchestrator.costs.rates import LinkRates
+from longprefill.orchestrator.simulator.subject import Subject
 from longprefill.partition.layout import Slice
-from longprefill.partition.shapes import ModelShape
-from longprefill.partition.work import layer_flops
 
 CHUNKS = (4096, 8192, 16_384, 32_768, 65_536)
 
@@ -26,11 +24,11 @@ class PipelineTime(NamedTuple):
     """Share of the stages' time that nobody uses."""
 
 
-def pipeline_time(model: ModelShape, device: DeviceProfile, num_tokens: int, num_stages: int) -> PipelineTime | None:
+def pipeline_time(subject: Subject, num_tokens: int, num_stages: int) -> PipelineTime | None:
     """The best of CHUNKS for a prompt on `num_stages` devices; None when there are more stages than layers."""
-    if num_stages > len(model.layers):
+    if num_stages > len(subject.config.layers):
         return None
-    times = [_time(model, device, num_tokens, num_stages, chunk) for chunk in CHUNKS]
+    times = [_time(subject, num_tokens, num_stages, chunk) for chunk in CHUNKS]
     return min(times, key=lambda time: time.seconds)
 
 
@@ -57,28 +55,23 @@ def even_stages(seconds: Sequence[float], num_stages: int) -> list[int]:
     return [0, *reversed(borders)]
 
 
-def _time(
-    model: ModelShape, device: DeviceProfile, num_tokens: int, num_stages: int, chunk_tokens: int
-) -> PipelineTime:
+def _time(subject: Subject, num_tokens: int, num_stages: int, chunk_tokens: int) -> PipelineTime:
+    costs, model = subject.costs(1), subject.shape()
     starts = [*range(0, num_tokens, chunk_tokens), num_tokens]
-    whole = contiguous([Slice(job=0, start=0, end=num_tokens)], 1)
-    prompt_s = {
-        layer: device.compute_seconds(layer_flops(whole, layer, model.hidden)[0]) for layer in set(model.layers)
-    }
+    prompt_s = costs.layer_seconds([Slice(job=0, start=0, end=num_tokens)])
     borders = even_stages([prompt_s[layer] for layer in model.layers], num_stages)
+    links = LinkRates(subject.profile.links, subject.profile.name)
+    scope = "node" if num_stages <= subject.devices_per_node else "network"
     free_s = [0.0] * num_stages
     used_s = 0.0
     for start, end in pairwise(starts):
-        layout = contiguous([Slice(job=0, start=start, end=end)], 1)
-        seconds = {
-            layer: device.compute_seconds(layer_flops(layout, layer, model.hidden)[0]) for layer in set(model.layers)
-        }
-        hop_s = device.link_latency_s
-        hop_s += (end - start) * model.hidden * model.element_bytes / device.link_bytes_per_s
+        seconds = costs.layer_seconds([Slice(job=0, start=start, end=end)])
+        num_bytes = (end - start) * model.hidden * model.element_bytes
+        hop_s = links.seconds("send", scope, ranks=2, num_bytes=num_bytes) if num_stages > 1 else 0.0
         arrived_s = 0.0
         for stage, (first, last) in enumerate(pairwise(borders)):
             stage_s = sum(seconds[layer] for layer in model.layers[first:last])
-            stage_s += device.step_overhead_s / num_stages
+            stage_s += subject.profile.overheads.step_s / num_stages
             used_s += stage_s
             free_s[stage] = max(free_s[stage], arrived_s) + stage_s
             arrived_s = free_s[stage] + hop_s

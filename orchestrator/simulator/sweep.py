@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from longprefill.orchestrator.simulator.costs import DeviceProfile, StepTime, WorkCosts
+from longprefill.orchestrator.costs.profile import with_links
+from longprefill.orchestrator.costs.prompt import PromptTime, prompt_time
+from longprefill.orchestrator.costs.step import StepCosts
 from longprefill.orchestrator.simulator.pipeline import pipeline_time
+from longprefill.orchestrator.simulator.subject import Subject
 from longprefill.partition.generators import LayoutKind, contiguous
 from longprefill.partition.layout import PAGE_TOKENS, Slice
-from longprefill.partition.shapes import ModelShape
 from longprefill.partition.work import Exchange, step_flops
 
 DEVICES = tuple(1 << power for power in range(11))
@@ -44,8 +46,8 @@ class ScalingRow:
     """T1 / (P T_P)."""
     flops_per_s_per_device: float
     """Useful work: what one device would count for the prompt."""
-    of_gemm_rate: float
-    """The same over the device's rate for projections: an efficiency of another kind."""
+    of_gemm_rate: float | None
+    """The same over the device's rate for projections: an efficiency of another kind. None: no such rate is given."""
     work: float
     load_balance: float
     serialisation: float
@@ -64,47 +66,43 @@ class SensitivityRow:
     over_base: float
 
 
-def strong_scaling(
-    model: ModelShape, device: DeviceProfile, num_tokens: int, devices: Sequence[int] = DEVICES
-) -> list[ScalingRow]:
+def strong_scaling(subject: Subject, num_tokens: int, devices: Sequence[int] = DEVICES) -> list[ScalingRow]:
     """One prompt on more and more devices, by every exchange of KDA states."""
     return [
-        _row("strong", model, device, exchange, num_tokens, num_devices)
+        _row("strong", subject, exchange, num_tokens, num_devices)
         for exchange in get_args(Exchange)
         for num_devices in devices
     ]
 
 
-def weak_scaling(
-    model: ModelShape, device: DeviceProfile, tokens_per_device: int, devices: Sequence[int] = DEVICES
-) -> list[ScalingRow]:
+def weak_scaling(subject: Subject, tokens_per_device: int, devices: Sequence[int] = DEVICES) -> list[ScalingRow]:
     """A prompt that grows with the devices; work grows faster, so efficiency compares with the same prompt alone."""
     return [
-        _row("weak", model, device, "head_transposed", tokens_per_device * num_devices, num_devices)
+        _row("weak", subject, "head_transposed", tokens_per_device * num_devices, num_devices)
         for num_devices in devices
     ]
 
 
-def sensitivity(model: ModelShape, device: DeviceProfile, num_tokens: int, num_devices: int) -> list[SensitivityRow]:
+def sensitivity(subject: Subject, num_tokens: int, num_devices: int) -> list[SensitivityRow]:
     """What slower links, longer latencies, one slow device and failures do to one prompt."""
-    base = _best(WorkCosts(model, device, "head_transposed"), num_tokens, num_devices)
+    base = _best(subject.costs(num_devices), num_tokens)
 
-    def changed(**rates: float) -> float:
-        other = replace(device, **rates)  # pyright: ignore[reportArgumentType]
-        return _best(WorkCosts(model, other, "head_transposed"), num_tokens, num_devices).time.total_s
+    def changed(*, bandwidth: float = 1.0, latency: float = 1.0) -> float:
+        profile = with_links(subject.profile, bandwidth=bandwidth, latency=latency)
+        return _best(replace(subject, profile=profile).costs(num_devices), num_tokens).time.seconds
 
     rows: list[tuple[str, float, float]] = []
     for factor in (0.1, 0.25, 0.5, 2.0, 4.0):
-        rows.append(("bandwidth", factor, changed(link_bytes_per_s=device.link_bytes_per_s * factor)))
+        rows.append(("bandwidth", factor, changed(bandwidth=factor)))
     for factor in (0.1, 10.0, 100.0):
-        rows.append(("latency", factor, changed(link_latency_s=device.link_latency_s * factor)))
+        rows.append(("latency", factor, changed(latency=factor)))
     for factor in (1.05, 1.1, 1.25, 1.5, 2.0):
         # an even cut waits for the slowest: all of its extra time is everybody's
-        rows.append(("slow device", factor, base.time.total_s + (factor - 1.0) * base.time.max_compute_s))
+        rows.append(("slow device", factor, base.time.seconds + (factor - 1.0) * base.time.max_work_s))
     for hours in (24.0, 240.0, 2400.0):
         rows.append(("device MTBF, h", hours, _with_failures(base, num_tokens, num_devices, hours * 3600)))
     return [
-        SensitivityRow(what=what, value=value, seconds=seconds, over_base=seconds / base.time.total_s)
+        SensitivityRow(what=what, value=value, seconds=seconds, over_base=seconds / base.time.seconds)
         for what, value, seconds in rows
     ]
 
@@ -115,7 +113,7 @@ REFORM_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Best:
-    time: StepTime
+    time: PromptTime
     step_tokens: int
     layout: LayoutKind
 
@@ -123,21 +121,19 @@ class _Best:
 def _with_failures(best: _Best, num_tokens: int, num_devices: int, mtbf_s: float) -> float:
     """Expected seconds when a failure costs half a step and forming the group again."""
     num_steps = -(-num_tokens // best.step_tokens)
-    loss_s = best.time.total_s / num_steps / 2 + REFORM_S
-    return best.time.total_s * (1.0 + num_devices / mtbf_s * loss_s)
+    loss_s = best.time.seconds / num_steps / 2 + REFORM_S
+    return best.time.seconds * (1.0 + num_devices / mtbf_s * loss_s)
 
 
-def _row(
-    scaling: str, model: ModelShape, device: DeviceProfile, exchange: Exchange, num_tokens: int, num_devices: int
-) -> ScalingRow:
-    costs = WorkCosts(model, device, exchange)
-    alone_s = _best(costs, num_tokens, 1).time.total_s
-    best = _best(costs, num_tokens, num_devices)
+def _row(scaling: str, subject: Subject, exchange: Exchange, num_tokens: int, num_devices: int) -> ScalingRow:
+    alone_s = _best(subject.costs(1, exchange), num_tokens).time.seconds
+    best = _best(subject.costs(num_devices, exchange), num_tokens)
     time = best.time
-    flops = step_flops(contiguous([Slice(job=0, start=0, end=num_tokens)], 1), model, exchange)[0].total
-    rate = flops / (num_devices * time.total_s)
-    waiting_s = time.max_compute_s + time.chain_s + time.overhead_s
-    pipeline = pipeline_time(model, device, num_tokens, num_devices)
+    whole = contiguous([Slice(job=0, start=0, end=num_tokens)], 1)
+    rate = step_flops(whole, subject.shape(), exchange)[0].total / (num_devices * time.seconds)
+    gemm = subject.profile.rates.get("gemm")
+    working_s = time.max_work_s + time.waiting_s + time.host_s
+    pipeline = pipeline_time(subject, num_tokens, num_devices)
     return ScalingRow(
         scaling=scaling,
         exchange=exchange,
@@ -145,63 +141,23 @@ def _row(
         tokens=num_tokens,
         step_tokens=best.step_tokens,
         layout=best.layout,
-        seconds=time.total_s,
-        speed_up=alone_s / time.total_s,
-        efficiency=alone_s / (num_devices * time.total_s),
+        seconds=time.seconds,
+        speed_up=alone_s / time.seconds,
+        efficiency=alone_s / (num_devices * time.seconds),
         flops_per_s_per_device=rate,
-        of_gemm_rate=rate / device.gemm_flops_per_s,
-        work=alone_s / (num_devices * time.mean_compute_s),
-        load_balance=time.mean_compute_s / time.max_compute_s,
-        serialisation=time.max_compute_s / waiting_s,
-        transfer=waiting_s / time.total_s,
+        of_gemm_rate=None if gemm is None else rate / (gemm.flops_per_s * gemm.efficiency),
+        work=alone_s / (num_devices * time.mean_work_s),
+        load_balance=time.mean_work_s / time.max_work_s,
+        serialisation=time.max_work_s / working_s,
+        transfer=working_s / time.seconds,
         pipeline_s=None if pipeline is None else pipeline.seconds,
     )
 
 
-def _best(costs: WorkCosts, num_tokens: int, num_devices: int) -> _Best:
+def _best(costs: StepCosts, num_tokens: int) -> _Best:
     """The faster layout for a prompt."""
+    num_devices = costs.placement.num_devices
     step = min(STEP_TOKENS_PER_DEVICE * num_devices, -(-num_tokens // PAGE_TOKENS) * PAGE_TOKENS)
     kinds: tuple[LayoutKind, ...] = ("zigzag",) if num_devices == 1 else ("zigzag", "contiguous")
-    found = [
-        _Best(time=_prompt_time(costs, num_tokens, step, kind, num_devices), step_tokens=step, layout=kind)
-        for kind in kinds
-    ]
-    return min(found, key=lambda best: best.time.total_s)
-
-
-def _prompt_time(costs: WorkCosts, num_tokens: int, step: int, kind: LayoutKind, num_devices: int) -> StepTime:
-    """The sum of all steps. Between the first step and the last a step's time is near linear in its start, so of many
-    steps three stand for all (Simpson's rule)."""
-    starts = list(range(0, num_tokens, step))
-    if len(starts) <= 3:
-        chosen = [(start, 1.0) for start in starts]
-    else:
-        full = [start for start in starts if start + step <= num_tokens]
-        weight = len(full) / 6
-        chosen = [
-            (full[0], weight),
-            ((full[0] + full[-1]) // 2 // PAGE_TOKENS * PAGE_TOKENS, 4 * weight),
-            (full[-1], weight),
-        ]
-        chosen += [(start, 1.0) for start in starts if start + step > num_tokens]
-    total = [0.0] * 6
-    for start, weight in chosen:
-        piece = Slice(job=0, start=start, end=min(start + step, num_tokens))
-        time = costs.step_time([piece], kind, num_devices)
-        parts = (
-            time.alone_s,
-            time.mean_compute_s,
-            time.max_compute_s,
-            time.chain_s,
-            time.transfer_s,
-            time.overhead_s,
-        )
-        total = [sum_s + weight * part for sum_s, part in zip(total, parts, strict=True)]
-    return StepTime(
-        alone_s=total[0],
-        mean_compute_s=total[1],
-        max_compute_s=total[2],
-        chain_s=total[3],
-        transfer_s=total[4],
-        overhead_s=total[5],
-    )
+    found = [_Best(time=prompt_time(costs, num_tokens, step, kind), step_tokens=step, layout=kind) for kind in kinds]
+    return min(found, key=lambda best: best.time.seconds)

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from longprefill.orchestrator.simulator.charts import write_charts
-from longprefill.orchestrator.simulator.cluster import Cluster, read_device
+from longprefill.orchestrator.simulator.cluster import Cluster
 from longprefill.orchestrator.simulator.files import write_csv, write_json
 from longprefill.orchestrator.simulator.plots.chart import Chart, Line
-from longprefill.orchestrator.simulator.shapes import EXAMPLE_DEVICE, named_shape
+from longprefill.orchestrator.simulator.subject import subject_of
 from longprefill.orchestrator.simulator.sweep import (
     ScalingRow,
     SensitivityRow,
@@ -30,12 +30,11 @@ def sweep(cluster: Cluster, *, json_file: Path | None, csv_file: Path | None, pl
     Raises:
         UserError: an unknown model, an unreadable device file.
     """
-    model = named_shape(cluster.costs.model)
-    device = EXAMPLE_DEVICE if cluster.costs.device is None else read_device(Path(cluster.costs.device))
-    strong = strong_scaling(model, device, STRONG_TOKENS)
-    weak = weak_scaling(model, device, WEAK_TOKENS_PER_DEVICE)
-    changed = sensitivity(model, device, STRONG_TOKENS, SENSITIVITY_DEVICES)
-    _print_scaling(f"{STRONG_TOKENS} tokens of {cluster.costs.model} on {device.name} devices", strong)
+    subject = subject_of(cluster)
+    strong = strong_scaling(subject, STRONG_TOKENS)
+    weak = weak_scaling(subject, WEAK_TOKENS_PER_DEVICE)
+    changed = sensitivity(subject, STRONG_TOKENS, SENSITIVITY_DEVICES)
+    _print_scaling(f"{STRONG_TOKENS} tokens of {cluster.costs.model} on {subject.profile.name} devices", strong)
     _print_scaling(f"{WEAK_TOKENS_PER_DEVICE} tokens a device", weak)
     _print_sensitivity(changed)
     if json_file is not None:
@@ -43,7 +42,8 @@ def sweep(cluster: Cluster, *, json_file: Path | None, csv_file: Path | None, pl
             json_file,
             {
                 "model": cluster.costs.model,
-                "device": asdict(device),
+                "device": subject.profile.name,
+                "device_source": subject.profile.source,
                 "scaling": [asdict(row) for row in (*strong, *weak)],
                 "sensitivity": [asdict(row) for row in changed],
             },
@@ -117,11 +117,13 @@ def _print_scaling(title: str, rows: Sequence[ScalingRow]) -> None:
             str(row.devices),
             f"{row.seconds:.4g}",
             f"{row.efficiency:.3f}",
-            f"{row.of_gemm_rate:.3f}",
+            "" if row.of_gemm_rate is None else f"{row.of_gemm_rate:.3f}",
             *(f"{value:.3f}" for value in (row.work, row.load_balance, row.serialisation, row.transfer)),
             "" if row.pipeline_s is None else f"{row.pipeline_s:.4g}",
         )
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 100)
+    console.print(table)
 
 
 def _print_sensitivity(rows: Sequence[SensitivityRow]) -> None:
@@ -133,4 +135,6 @@ def _print_sensitivity(rows: Sequence[SensitivityRow]) -> None:
         table.add_column(column, justify="left" if column == "what" else "right")
     for row in rows:
         table.add_row(row.what, f"{row.value:g}", f"{row.seconds:.4g}", f"{row.over_base:.3f}")
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 100)
+    console.print(table)

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from longprefill.orchestrator.costs.profile import ProfileError
 from longprefill.orchestrator.scheduler.jobs import Mesh
 from longprefill.orchestrator.scheduler.settings import FleetSettings, SchedulerSettings
 from longprefill.orchestrator.simulate_command import SimulateRequest, simulate
@@ -24,9 +25,8 @@ from longprefill.orchestrator.simulator.cluster import (
     FailureSettings,
     PrefixSettings,
     read_cluster,
-    read_device,
 )
-from longprefill.orchestrator.simulator.costs import QuadraticCosts, WorkCosts
+from longprefill.orchestrator.simulator.costs import QuadraticCosts
 from longprefill.orchestrator.simulator.engine import Event, Timed, run
 from longprefill.orchestrator.simulator.generate import TraceRecipe, generate_trace
 from longprefill.orchestrator.simulator.load import offered_load, prepare
@@ -37,11 +37,10 @@ from longprefill.orchestrator.simulator.plots.font import GLYPHS
 from longprefill.orchestrator.simulator.plots.png import png
 from longprefill.orchestrator.simulator.plots.svg import svg
 from longprefill.orchestrator.simulator.replay import replay
-from longprefill.orchestrator.simulator.shapes import EXAMPLE_DEVICE, glm_flash, kimi_linear
+from longprefill.orchestrator.simulator.subject import Subject, counted_costs, subject_of
 from longprefill.orchestrator.simulator.sweep import sensitivity, strong_scaling, weak_scaling
 from longprefill.orchestrator.simulator.trace import Request, TraceError, write_trace
 from longprefill.partition.layout import Slice
-from longprefill.partition.shapes import ModelShape
 
 RATE = CostSettings(work_per_s=1e6)
 BUSY = Cluster(
@@ -204,24 +203,27 @@ def test_a_load_needs_time() -> None:
         prepare(requests(), Cluster(), 0.0)
 
 
-@pytest.mark.parametrize("shape", [kimi_linear(), glm_flash()])
-def test_work_costs_follow_the_full_count(shape: ModelShape) -> None:
-    costs = WorkCosts(shape, EXAMPLE_DEVICE)
+def subject(model: str = "kimi_linear") -> Subject:
+    return subject_of(Cluster(costs=CostSettings(kind="work", model=model)))
+
+
+@pytest.mark.parametrize("model", ["kimi_linear", "glm_flash"])
+def test_quick_costs_follow_the_full_count(model: str) -> None:
+    costs = counted_costs(Cluster(costs=CostSettings(kind="work", model=model)))()
     for start, end in ((0, 8192), (100_000, 116_000), (0, 131_072)):
         piece = (Slice(job=0, start=start, end=end),)
         alone_s = costs.step_seconds(piece, "zigzag", Mesh(cp=1))
-        assert alone_s == pytest.approx(costs.step_time(piece, "contiguous", 1).total_s, rel=1e-3)
+        assert alone_s == pytest.approx(costs.step_time(piece, "contiguous", Mesh(cp=1)).seconds, rel=1e-3)
         four_s = costs.step_seconds(piece, "zigzag", Mesh(cp=4))
         assert alone_s / 4 < four_s < alone_s
-    exact = costs.step_time([Slice(job=0, start=65536, end=65536 + 32768)], "zigzag", 8).total_s
-    assert costs.step_seconds([Slice(job=0, start=65536, end=65536 + 32768)], "zigzag", Mesh(cp=8)) == pytest.approx(
-        exact, rel=1e-2
-    )
+    piece = (Slice(job=0, start=65536, end=65536 + 32768),)
+    exact_s = costs.step_time(piece, "zigzag", Mesh(cp=8)).seconds
+    assert costs.step_seconds(piece, "zigzag", Mesh(cp=8)) == pytest.approx(exact_s, rel=1e-2)
 
 
 def test_efficiency_is_the_product_of_its_parts() -> None:
-    rows = strong_scaling(kimi_linear(), EXAMPLE_DEVICE, 131_072, (1, 2, 16))
-    rows += weak_scaling(kimi_linear(), EXAMPLE_DEVICE, 8192, (1, 4))
+    rows = strong_scaling(subject(), 131_072, (1, 2, 16))
+    rows += weak_scaling(subject(), 8192, (1, 4))
     for row in rows:
         assert row.work * row.load_balance * row.serialisation * row.transfer == pytest.approx(row.efficiency)
         assert row.devices > 1 or row.efficiency == pytest.approx(1.0)
@@ -231,7 +233,7 @@ def test_efficiency_is_the_product_of_its_parts() -> None:
 
 
 def test_what_hurts_hurts() -> None:
-    rows = {(row.what, row.value): row.over_base for row in sensitivity(kimi_linear(), EXAMPLE_DEVICE, 131_072, 16)}
+    rows = {(row.what, row.value): row.over_base for row in sensitivity(subject(), 131_072, 16)}
     assert rows["bandwidth", 0.1] > rows["bandwidth", 0.5] > 1 > rows["bandwidth", 4.0]
     assert rows["latency", 100.0] > rows["latency", 10.0] > 1
     assert rows["slow device", 2.0] > rows["slow device", 1.1] > 1
@@ -242,12 +244,12 @@ def test_pipelines_have_even_stages_and_bubbles() -> None:
     assert even_stages([1, 1, 1, 5, 1, 1], 3) == [0, 3, 4, 6]
     assert even_stages([1.0] * 4, 1) == [0, 4]
     assert even_stages([3.0, 1.0, 1.0], 3) == [0, 1, 2, 3]
-    one, four = (pipeline_time(kimi_linear(), EXAMPLE_DEVICE, 65536, stages) for stages in (1, 4))
+    one, four = (pipeline_time(subject(), 65536, stages) for stages in (1, 4))
     assert one is not None
     assert four is not None
     assert one.bubble == pytest.approx(0.0, abs=1e-9)
     assert one.seconds / 4 < four.seconds < one.seconds
-    assert pipeline_time(kimi_linear(), EXAMPLE_DEVICE, 65536, 28) is None
+    assert pipeline_time(subject(), 65536, 28) is None
 
 
 @pytest.mark.parametrize(
@@ -265,6 +267,10 @@ def test_pipelines_have_even_stages_and_bubbles() -> None:
         ("[scheduler.tenant_weights]\na = 'x'\n", "need numbers"),
         ("seed = 'x'\n", "seed='x'"),
         ("fleet = 3\n", "need a table"),
+        ("[[nodes]]\ndevices = 0\n", "devices=0: need 1 or more"),
+        ("[nodes]\ndevices = 1\n", r"write \[\[nodes\]\]"),
+        ("[network]\nlatency_s = 1\n", "needs gb_per_s"),
+        ("[network]\ngb_per_s = -1\n", "use a positive number"),
         ("[fleet\n", "cannot be read"),
     ],
 )
@@ -275,10 +281,6 @@ def test_a_wrong_cluster_file_is_named(text: str, words: str, tmp_path: Path) ->
 
 
 def test_a_cluster_file_is_read(tmp_path: Path) -> None:
-    (tmp_path / "d.toml").write_text(
-        "name = 'd'\ngemm_flops_per_s = 1e12\nattention_flops_per_s = 1e12\nindexer_flops_per_s = 1e12\n"
-        "scan_flops_per_s = 1e12\nlink_gb_per_s = 2\nlink_latency_s = 1e-5\n"
-    )
     (tmp_path / "c.toml").write_text(
         "seed = 2\n[fleet]\nnum_units = 4\ncache_gib = 0.5\nmove_gb_per_s = 3\n"
         "[costs]\nkind = 'work'\ndevice = 'd.toml'\n[scheduler.tenant_weights]\na = 2\n"
@@ -286,10 +288,11 @@ def test_a_cluster_file_is_read(tmp_path: Path) -> None:
     cluster = read_cluster(tmp_path / "c.toml")
     assert (cluster.seed, cluster.fleet.cache_bytes, cluster.fleet.move_bytes_per_s) == (2, 1 << 29, 3e9)
     assert cluster.costs.device == str(tmp_path / "d.toml")
-    assert read_device(tmp_path / "d.toml").link_bytes_per_s == 2e9
-    (tmp_path / "d.toml").write_text("name = 'd'\n")
-    with pytest.raises(ClusterError, match="gemm_flops_per_s"):
-        read_device(tmp_path / "d.toml")
+    with pytest.raises(ProfileError, match=r"d\.toml cannot be read"):
+        counted_costs(cluster)
+    (tmp_path / "d.toml").write_text("name = 'd'\nsource = 'test'\n[rates.gemm]\ntflops = 1\n")
+    with pytest.raises(ProfileError, match=r"\[rates.gemm\]: tflops is unknown: use .*flops_per_s"):
+        counted_costs(cluster)
     assert read_cluster(None).scheduler.step_tokens == 8192
 
 

@@ -1,0 +1,98 @@
+"""Step costs for those who ask ten thousand times: the full count on a coarse grid, shared out by work in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from longprefill.orchestrator.costs.placement import Placement
+from longprefill.orchestrator.costs.profile import DeviceProfile
+from longprefill.orchestrator.costs.step import StepCosts, StepOptions, StepTime
+from longprefill.orchestrator.scheduler.jobs import Mesh
+from longprefill.partition.generators import LayoutKind
+from longprefill.partition.layout import Slice
+from longprefill.partition.shapes import ModelShape
+
+GRID_TOKENS = 512
+"""Work of a prompt's first tokens is counted on multiples of this: linear in between is off by less than 1e-4."""
+
+Spans = tuple[tuple[int, int], ...]
+"""(start, end) of each slice of a step."""
+ShapeOf = Callable[[int], ModelShape]
+"""From tensor-parallel ranks to the model as one of them holds it."""
+
+
+class QuickCosts:
+    """`scheduler.jobs.StepCosts` from counted work. A slice's work is that of its end less that of its start; balance,
+    waiting and exchanges come from full counts of coarser slices."""
+
+    def __init__(
+        self, shape_of: ShapeOf, profile: DeviceProfile, *, devices_per_node: int, options: StepOptions | None = None
+    ) -> None:
+        self._shape_of = shape_of
+        self.profile = profile
+        self.devices_per_node = devices_per_node
+        self.options = options or StepOptions()
+        self._costs = lru_cache(maxsize=None)(self._costs_of)
+        self._up_to = lru_cache(maxsize=65536)(self._work_up_to)
+        self._balance = lru_cache(maxsize=4096)(self._balance_of)
+        self._expansion = lru_cache(maxsize=None)(self._expansion_of)
+
+    def step_seconds(self, slices: Sequence[Slice], layout: LayoutKind, mesh: Mesh) -> float:
+        """Seconds of one step on a mesh; slices may be as long as whole prompts."""
+        alone_s = sum(self._alone(piece.start, piece.end, mesh.tp) for piece in slices)
+        share, fixed_s, token_s = self._balance(_coarse(slices), layout, mesh)
+        return alone_s * share + fixed_s + token_s * sum(piece.num_tokens for piece in slices)
+
+    def step_time(self, slices: Sequence[Slice], kind: LayoutKind, mesh: Mesh) -> StepTime:
+        """The full count."""
+        return self._costs(mesh).step(slices, kind)
+
+    def _costs_of(self, mesh: Mesh) -> StepCosts:
+        per_node = max(min(mesh.cp, self.devices_per_node // mesh.tp), 1)
+        placement = Placement(cp=mesh.cp, tp=mesh.tp, cp_per_node=per_node, profiles=(self.profile,))
+        return StepCosts(self._shape_of(mesh.tp), placement, self.options)
+
+    def _alone(self, start: int, end: int, num_tp: int) -> float:
+        """Work of one context-parallel rank that does the slice alone: causal work adds up over slices, but for the
+        expansion of visible rows in dense attention, which every step does again."""
+        return self._between(end, num_tp) - self._between(start, num_tp) + start * self._expansion(num_tp)
+
+    def _between(self, num_tokens: int, num_tp: int) -> float:
+        cell, rest = divmod(num_tokens, GRID_TOKENS)
+        below_s = self._up_to(cell, num_tp)
+        return below_s + rest / GRID_TOKENS * (self._up_to(cell + 1, num_tp) - below_s) if rest else below_s
+
+    def _work_up_to(self, cell: int, num_tp: int) -> float:
+        if not cell:
+            return 0.0
+        piece = Slice(job=0, start=0, end=cell * GRID_TOKENS)
+        return self._costs(Mesh(cp=1, tp=num_tp)).step([piece], "zigzag").max_work_s
+
+    def _expansion_of(self, num_tp: int) -> float:
+        """Seconds a token that a step spends on rows of earlier steps."""
+        costs, half = self._costs(Mesh(cp=1, tp=num_tp)), 64 * GRID_TOKENS
+        whole, first, second = (
+            costs.step([Slice(job=0, start=start, end=end)], "zigzag").max_work_s
+            for start, end in ((0, 2 * half), (0, half), (half, 2 * half))
+        )
+        return max(first + second - whole, 0.0) / half
+
+    def _balance_of(self, spans: Spans, kind: LayoutKind, mesh: Mesh) -> tuple[float, float, float]:
+        """Fullest rank with its waiting over all work, seconds that do not grow with tokens, and seconds a token."""
+        slices = [Slice(job=job, start=start, end=end) for job, (start, end) in enumerate(spans)]
+        time = self.step_time(slices, kind, mesh)
+        alone_s = sum(self._alone(start, end, mesh.tp) for start, end in spans)
+        rows_s = time.parts.get("cache rows", 0.0)
+        fixed_s = time.exposed_s - rows_s + time.host_s
+        num_tokens = sum(piece.num_tokens for piece in slices)
+        return (time.seconds - fixed_s - rows_s) / alone_s, fixed_s, rows_s / num_tokens
+
+
+def _coarse(slices: Sequence[Slice]) -> Spans:
+    """Slices on a grid on which few differ: starts to 64 K, lengths to powers of two, at least 1024."""
+    spans = []
+    for piece in slices:
+        start = piece.start // 65536 * 65536
+        spans.append((start, start + max(1024, 1 << (piece.num_tokens - 1).bit_length())))
+    return tuple(spans)
