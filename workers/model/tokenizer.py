@@ -65,6 +65,10 @@ class Tokenizer:
         """Id of a token by its exact spelling, None if there is none."""
         return self._pipeline.token_to_id(token)
 
+    def spelling(self, token: int) -> str | None:
+        """A token as the vocabulary spells it, the inverse of `token_id`; None if there is none of this id."""
+        return self._pipeline.id_to_token(token)
+
     def is_special(self, token: int) -> bool:
         """Is the id a special token, which `decode` leaves out?"""
         return token in self._special_ids
