@@ -16,7 +16,7 @@ import torch
 
 from longprefill.partition.errors import ModelError
 from longprefill.workers.model.checkpoint import make_checkpoint, write_checkpoint
-from longprefill.workers.model.config import KdaConfig
+from longprefill.workers.model.config import KdaConfig, MlaConfig
 from longprefill.workers.model.families.registry import config_from, read_config
 from longprefill.workers.model.initial import initial_parameter
 from longprefill.workers.model.parameters import parameter_shapes
@@ -89,6 +89,33 @@ def test_the_script_says_no_in_one_line(tmp_path: Path) -> None:
     run = run_script("kimi_linear", "tiny", tmp_path)
     assert run.returncode == 2
     assert run.stderr == f"make_checkpoint: {tmp_path} is not empty: give a new directory\n"
+
+
+def test_the_script_changes_fields(tmp_path: Path) -> None:
+    """In the text model, and inside an object; beside the text model where the field is there."""
+    sets = ["index_kpool=16", 'linear_attn_config={"head_dim": 12}', "vocab_size=301", "tie_word_embeddings=true"]
+    run = run_script("glm5_next", "tiny", tmp_path / "m", *[word for value in sets for word in ("--set", value)])
+    assert run.returncode == 0, run.stderr
+    config = read_config(tmp_path / "m")
+    mixers = [layer.mixer for layer in config.layers]
+    assert isinstance(mixers[0], KdaConfig)
+    assert isinstance(mixers[3], MlaConfig)
+    assert mixers[3].indexer is not None
+    assert (mixers[3].indexer.pool, mixers[0].key_dim, mixers[0].num_heads) == (16, 12, 4)
+    assert (config.vocab_size, config.tie_embeddings) == (301, True)
+
+
+def test_fields_that_cannot_be(tmp_path: Path) -> None:
+    for fields, message in (
+        ({"index_topkk": 8}, "index_topkk=8 changes nothing of this model: check its name and value"),
+        ({"index_topk": 0}, "index_topk"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            make_checkpoint("deepseek_v32", "tiny", tmp_path / "m", fields=fields)
+    run = run_script("deepseek_v32", "tiny", tmp_path / "m", "--set", "index_topk")
+    assert run.returncode == 2
+    assert "'index_topk' is not FIELD=JSON, for example index_topk=32" in run.stderr.splitlines()[-1]
+    assert not (tmp_path / "m").exists()
 
 
 def test_no_parameter_is_neutral(tmp_path: Path) -> None:

@@ -40,23 +40,61 @@ DEAD_HEAD_A_LOG = 9.0
 
 
 def make_checkpoint(
-    family: str, size: str, directory: str | Path, *, seed: int = 0, dtype: str = "bf16"
-) -> ModelConfig:
-    """Write the named model with its tokenizer into a new or empty directory.
+    family: str, size: str, directory: str | Path, *, seed: int = 0, dtype: str = "bf16",
+    fields: Mapping[str, Any] | None = None,
+) -> ModelConfig:  # fmt: skip
+    """Write the named model with its tokenizer into a new or empty directory; `fields` change its config.json, see
+    `with_fields`.
 
     Raises:
-        ModelError: unknown family, size or dtype, or a directory that holds something.
+        ModelError: unknown family, size or dtype, a field that changes nothing or that the family refuses, or a
+            directory that holds something.
     """
     if (family, size) not in RAW_CONFIGS:
         known = ", ".join(f"{name} {word}" for name, word in RAW_CONFIGS)
         raise ModelError(f"there is no model {family} {size}: known are {known}")
     if dtype not in DTYPES:
         raise ModelError(f"dtype={dtype!r} is not supported: use one of {', '.join(DTYPES)}")
-    raw = RAW_CONFIGS[family, size]
+    raw = with_fields(RAW_CONFIGS[family, size], fields or {})
     fp8_block = FP8_BLOCK if dtype == "fp8" else None
     config = write_checkpoint(directory, raw, seed, DTYPES[dtype], num_files=FILES_OF_SIZE[size], fp8_block=fp8_block)
     write_tokenizer(Path(directory), config.vocab_size)
     return config
+
+
+def with_fields(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A raw config with changed fields, in `text_config` where there is one and the field is not beside it; an object
+    changes the fields inside.
+
+    Raises:
+        ModelError: a field changes nothing of the model, or the family refuses it.
+    """
+    changed = _merged(raw, fields)
+    config = config_from(changed)
+    for name, value in fields.items():
+        others = _merged(raw, {key: kept for key, kept in fields.items() if key != name})
+        if _is_same(others, config):
+            raise ModelError(f"{name}={json.dumps(value)} changes nothing of this model: check its name and value")
+    return changed
+
+
+def _is_same(raw: Mapping[str, Any], config: ModelConfig) -> bool:
+    try:
+        return config_from(raw) == config
+    except ModelError:
+        return False
+
+
+def _merged(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    changed = dict(raw)
+    for name, value in fields.items():
+        is_inside = "text_config" in raw and name not in raw
+        owner = dict(changed["text_config"]) if is_inside else changed
+        before = owner.get(name)
+        owner[name] = before | value if isinstance(value, dict) and isinstance(before, dict) else value
+        if is_inside:
+            changed["text_config"] = owner
+    return changed
 
 
 def write_checkpoint(
