@@ -43,7 +43,6 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "residual": "memory",
         "kda.project": "gemm",
         "kda.conv": "memory",
-        "kda.prepare": "scan",
         "kda.scan": "scan",
         "kda.summary": "scan",
         "kda.fold": "scan",
@@ -194,13 +193,10 @@ def _kda_operations(
     element, hidden = model.element_bytes, model.hidden
     value_width = kda.num_value_heads * kda.value_dim
     width = kda.conv_channels + kda.num_value_heads * kda.key_dim + value_width
-    row_flops, summary_flops = kda_row_flops(kda)
-    prepare_flops = 2 * kda.num_value_heads * kda.tile * (kda.key_dim + kda.value_dim)
-    scan_flops = row_flops - prepare_flops
+    scan_flops, summary_flops = kda_row_flops(kda)
     output = kda_output_flops(kda, hidden)
     project = rows * (kda_projection_flops(kda, hidden) - output) + own.halo_flops
-    scan_bytes = element * (kda.conv_channels + value_width) // 2
-    prepare_bytes = scan_bytes + 4 * kda.num_value_heads * kda.key_dim
+    scan_bytes = element * (kda.conv_channels + value_width) + 4 * kda.num_value_heads * kda.key_dim
 
     def scanned(name: str, fragments: Iterable[Fragment], flops: int, per_row: int) -> list[Operation]:
         lengths = [fragment.length for fragment in fragments]
@@ -220,9 +216,7 @@ def _kda_operations(
     before = [
         Operation("kda.project", rows, 0, 1, project, _gemm_bytes(rows, hidden, width, element)),
         Operation("kda.conv", rows, 0, len(local), 0, rows * 4 * kda.conv_channels * element),
-        *scanned("kda.prepare", first, prepare_flops, prepare_bytes),
         *scanned("kda.scan", first, scan_flops, scan_bytes),
-        *scanned("kda.prepare", later, prepare_flops, prepare_bytes),
         *scanned("kda.summary", middle, summary_flops, scan_bytes),
     ]
     fold_bytes = num_folds * 4 * (kda.key_dim * kda.key_dim + 2 * kda.key_dim * kda.value_dim)

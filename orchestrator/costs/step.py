@@ -41,7 +41,6 @@ PARTS: Mapping[str, str] = {
     "mla.query": "projections",
     "mla.output": "projections",
     "kda.conv": "kda",
-    "kda.prepare": "kda",
     "kda.scan": "kda",
     "kda.summary": "kda summaries",
     "kda.fold": "kda summaries",

@@ -215,9 +215,8 @@ def read_cluster(path: Path | None) -> Cluster:
     if not isinstance(nodes, list):
         raise ClusterError(f"--cluster {path} nodes={nodes!r}: write [[nodes]]")
     for given in (content.get("costs"), *nodes):
-        device = given.get("device") if isinstance(given, dict) else None
-        if isinstance(device, str) and device.endswith((".toml", ".json")):
-            given["device"] = str(path.parent / device)  # it lies beside the cluster file that names it
+        if isinstance(given, dict) and str(given.get("device")).endswith((".toml", ".json")):
+            given["device"] = str(path.parent / str(given["device"]))  # it lies beside the cluster file that names it
     sections = {name: _section(f"--cluster {path} [{name}]", SECTIONS[name], given) for name, given in content.items()}
     kinds = tuple(_section(f"--cluster {path} [[nodes]] {n}", NodeSettings, given) for n, given in enumerate(nodes))
     return Cluster(seed=seed, nodes=kinds, **sections)
