@@ -1,0 +1,161 @@
+"""The stages of training, each from the last one's weights, and how a model of four layers grows to eight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from longprefill.orchestrator.needle.words import Phrasing
+from longprefill.workers.model.config import ModelConfig
+from longprefill.workers.model.families.registry import config_from
+from longprefill.workers.model.parameters import parameter_shapes
+
+from .data import BOS_ID, EOS_ID, VOCAB_SIZE, Mix
+
+BLOCK_LAYERS = 4
+BLOCK = ["kda", "kda", "kda", "dsa"]
+MAX_TOKENS = 4 << 20
+WARM_UP_STEPS = 30
+DECAY_SHARE = 0.4
+"""Of a stage: the rate falls linearly over this last part. The first digits become right as it falls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    name: str
+    num_blocks: int
+    """Blocks of four layers. The first stage with more than the last one grows the model."""
+    length: int
+    batch: int
+    steps: int
+    mix: Callable[[float], Mix]
+    """By the share of the stage that is done."""
+    text_rows: int
+    index_loss: bool
+    muon_rate: float
+    adam_rate: float
+    final_rate: float
+    """Share of the rates that is left at the end."""
+
+    def rate(self, step: int) -> float:
+        """Factor on both rates at a step from 0."""
+        done = step / self.steps
+        falling = 1.0 if done < 1 - DECAY_SHARE else 1 - (1 - self.final_rate) * (done - 1 + DECAY_SHARE) / DECAY_SHARE
+        return min(falling, (step + 1) / WARM_UP_STEPS)
+
+
+def _between(first: float, last: float, share: float) -> float:
+    return first + (last - first) * min(1.0, share)
+
+
+def _short_forms(done: float) -> Mix:
+    phrasing = Phrasing(short=1.0, varied=0.0)
+    return Mix(phrasing=phrasing, sections=0.0, absent=0.0, siblings=0.0, max_gap=8, fill=(0.6, 0.95))
+
+
+def _sentences(done: float) -> Mix:
+    phrasing = Phrasing(short=_between(0.6, 0.1, done * 2), varied=_between(0.2, 1.0, done * 1.5))
+    return Mix(phrasing=phrasing, sections=0.0, absent=_between(0.0, 0.15, done), siblings=0.1, max_gap=8)
+
+
+def _sections(done: float) -> Mix:
+    phrasing = Phrasing(short=0.1, varied=_between(0.5, 1.0, done * 2))
+    gap = int(12 * (400 / 12) ** min(1.0, done * 1.6))
+    return Mix(phrasing=phrasing, sections=0.6, absent=0.15, siblings=0.2, max_gap=gap)
+
+
+def _everything(done: float) -> Mix:
+    return Mix(
+        phrasing=Phrasing(short=0.05, varied=1.0), sections=0.5, absent=0.2, siblings=0.25, max_gap=400,
+        fill=(0.35, 0.9),
+    )  # fmt: skip
+
+
+STAGES = (
+    Stage(name="A", num_blocks=1, length=256, batch=8, steps=450, mix=_short_forms, text_rows=32, index_loss=False,
+          muon_rate=0.015, adam_rate=3e-3, final_rate=0.2),
+    Stage(name="B", num_blocks=1, length=512, batch=4, steps=450, mix=_sentences, text_rows=48, index_loss=True,
+          muon_rate=0.015, adam_rate=3e-3, final_rate=0.2),
+    Stage(name="C", num_blocks=1, length=1024, batch=2, steps=900, mix=_sections, text_rows=48, index_loss=True,
+          muon_rate=0.012, adam_rate=2e-3, final_rate=0.2),
+    Stage(name="D", num_blocks=1, length=4096, batch=1, steps=350, mix=_everything, text_rows=64, index_loss=True,
+          muon_rate=0.010, adam_rate=2e-3, final_rate=0.05),
+    Stage(name="E", num_blocks=2, length=1024, batch=2, steps=100, mix=_everything, text_rows=64, index_loss=True,
+          muon_rate=0.006, adam_rate=1e-3, final_rate=0.5),
+    Stage(name="F", num_blocks=2, length=4096, batch=1, steps=150, mix=_everything, text_rows=64, index_loss=True,
+          muon_rate=0.006, adam_rate=1e-3, final_rate=0.03),
+)  # fmt: skip
+
+
+def raw_config(num_blocks: int) -> dict[str, Any]:
+    """config.json of the model with so many blocks of four layers."""
+    layers = BLOCK * num_blocks
+    return {
+        "model_type": "longprefill_hybrid",
+        "vocab_size": VOCAB_SIZE,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "hidden_size": 128,
+        "num_hidden_layers": len(layers),
+        "layer_types": layers,
+        "max_position_embeddings": MAX_TOKENS,
+        "rms_norm_eps": 1e-6,
+        "linear_attn_config": {"num_heads": 4, "head_dim": 32, "gate_lower_bound": -5.0},
+        "num_attention_heads": 4,
+        "kv_lora_rank": 64,
+        "v_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 0,
+        "index_n_heads": 4,
+        "index_head_dim": 32,
+        "index_topk": 64,
+        "intermediate_size": 256,
+        "attn_res_block_size": BLOCK_LAYERS,
+    }
+
+
+def config_of(stage: Stage) -> ModelConfig:
+    """The model that a stage trains."""
+    return config_from(raw_config(stage.num_blocks))
+
+
+def initial_parameters(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
+    """Fresh canonical parameters, fp32. Queries of Attention Residuals are zero: a plain residual stream."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters: dict[str, torch.Tensor] = {}
+    for name, shape in parameter_shapes(config).items():
+        if name.endswith(("_norm", "_res.norm", "k_norm.weight")):
+            value = torch.ones(shape)
+        elif name.endswith(("_res.query", "k_norm.bias", "kda.a_log")):
+            value = torch.zeros(shape)
+        elif name.endswith("kda.dt_bias"):
+            # -g = 5 sigmoid(dt) log-uniform in [0.005, 1]: states that last from a byte to some hundreds
+            share = 0.005 * (1 / 0.005) ** torch.rand(shape, generator=generator) / 5
+            value = torch.log(share / (1 - share))
+        elif name == "embed":
+            value = 0.5 * torch.randn(shape, generator=generator)
+        else:
+            value = torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
+            if name.endswith(("o_proj", "ffn.down", "f_b", "head")):
+                value *= 0.5
+        parameters[name] = value
+    return parameters
+
+
+def grown(parameters: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """The parameters of a deeper model that computes the same: each new block is a copy of the block before it whose
+    output projections are zero."""
+    result: dict[str, torch.Tensor] = {}
+    for name in parameter_shapes(config):
+        if name in parameters:
+            result[name] = parameters[name]
+            continue
+        _, index, local = name.split(".", 2)
+        value = result[f"layers.{int(index) - BLOCK_LAYERS}.{local}"]
+        is_silent = local.endswith(("o_proj", "ffn.down", "_res.query"))
+        result[name] = torch.zeros_like(value) if is_silent else value.clone()
+    return result

@@ -1,0 +1,160 @@
+"""The model that scripts/train_needle trains is the engine's: equal logits, equal growth, and a run that resumes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from longprefill.orchestrator.needle.filler import Filler
+from longprefill.orchestrator.needle.words import Phrasing
+from longprefill.workers.cache.pages import CacheFormats
+from longprefill.workers.model.families.registry import config_from
+from longprefill.workers.model.model import Model
+
+from .engine_support import WHOLE, Engine, Job, run, steps_of
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+LENGTH = 320
+
+
+@pytest.fixture(scope="module")
+def training():
+    """The package of scripts/train_needle."""
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        from needle_training import curriculum, data, loop, model
+
+        yield {"curriculum": curriculum, "data": data, "loop": loop, "model": model}
+    finally:
+        sys.path.remove(str(SCRIPTS))
+
+
+def drawn(curriculum, num_blocks: int, topk: int = 1024):
+    """(config, parameters) in which every part matters: no zero query, no neutral norm."""
+    config = config_from(curriculum.raw_config(num_blocks) | {"index_topk": topk})
+    parameters = curriculum.initial_parameters(config, 1)
+    generator = torch.Generator().manual_seed(2)
+    for name, value in parameters.items():
+        noise = 0.1 * torch.randn(value.shape, generator=generator)
+        if name.endswith(("_res.query", "k_norm.bias", "kda.a_log")):
+            parameters[name] = noise
+        elif "norm" in name:
+            parameters[name] = value * (1 + noise)
+    return config, parameters
+
+
+def asked_rows(model, rows: list[int]):
+    rows_BR = torch.tensor([rows])
+    return model.Asked(rows_BR=rows_BR, weight_BR=torch.full(rows_BR.shape, 1 / len(rows)))
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2])
+def test_training_computes_what_the_engine_computes(training, num_blocks: int) -> None:
+    config, parameters = drawn(training["curriculum"], num_blocks)
+    ids_BT = torch.randint(0, 256, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    asked = training["model"].Asked(
+        rows_BR=torch.tensor([[50, LENGTH - 1], [LENGTH - 1, 100]]), weight_BR=torch.full((2, 2), 0.25)
+    )
+    with torch.no_grad():
+        ours = training["model"].Trainee(config)(parameters, ids_BT, asked).logits_BRV
+    formats = CacheFormats(latent="fp32", index_key="fp32")
+    engine = Engine(config=config, model=Model(config, dict(parameters)), dtype=torch.float32, formats=formats)
+    for sequence, place in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        row = int(asked.rows_BR[sequence, place])
+        job = Job(number=0, tokens=ids_BT[sequence, : row + 1])
+        theirs = run(engine, [job], steps_of([job], WHOLE), permuted=False).outcomes[0]["logits"]
+        difference = (ours[sequence, place] - theirs).norm() / theirs.norm()
+        assert difference < 1e-5
+
+
+def test_gradients_survive_saturated_gates(training) -> None:
+    """A tile whose gates all forget as fast as they can: its decays span exp(+-80)."""
+    config, parameters = drawn(training["curriculum"], 1)
+    for name in parameters:
+        if name.endswith("kda.dt_bias"):
+            parameters[name] = torch.full_like(parameters[name], 100.0)
+    parameters = {name: p.requires_grad_() for name, p in parameters.items()}
+    ids_BT = torch.randint(0, 256, (1, 96), generator=torch.Generator().manual_seed(6))
+    outputs = training["model"].Trainee(config)(parameters, ids_BT, asked_rows(training["model"], [40, 95]))
+    outputs.logits_BRV.logsumexp(-1).sum().backward()
+    assert all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in parameters.values())
+
+
+def test_growth_keeps_the_function(training) -> None:
+    curriculum, model = training["curriculum"], training["model"]
+    config, parameters = drawn(curriculum, 1)
+    deeper = config_from(curriculum.raw_config(2))
+    ids_BT = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(4))
+    asked = asked_rows(model, [10, 63])
+    with torch.no_grad():
+        before = model.Trainee(config)(parameters, ids_BT, asked).logits_BRV
+        after = model.Trainee(deeper)(curriculum.grown(parameters, deeper), ids_BT, asked).logits_BRV
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_reach_every_parameter(training) -> None:
+    config, parameters = drawn(training["curriculum"], 2)
+    parameters = {name: p.requires_grad_() for name, p in parameters.items()}
+    ids_BT = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(5))
+    outputs = training["model"].Trainee(config)(parameters, ids_BT, asked_rows(training["model"], [10, 40, 63]))
+    (outputs.logits_BRV.logsumexp(-1).sum() + outputs.index_loss).backward()
+    idle = [name for name, p in parameters.items() if p.grad is None or not bool(p.grad.abs().max() > 0)]
+    # nothing precedes the embedding, so the first mix has one source and its query no choice
+    assert idle == ["layers.0.mixer_res.query", "layers.0.mixer_res.norm"]
+
+
+def test_answers_of_a_batch_follow_their_questions(training) -> None:
+    data = training["data"]
+    mix = data.Mix(phrasing=Phrasing(), sections=0.5, absent=0.5, siblings=0.3, max_gap=64)
+    batch = data.make_batch(Filler("training"), mix, 4, 1024, 16, random.Random(0))
+    kinds = set()
+    for sequence in range(4):
+        text = bytes(batch.ids_BT[sequence].tolist()).decode()
+        for number in range(int(batch.answer_BR[sequence].max()) + 1):
+            rows = batch.rows_BR[sequence][batch.answer_BR[sequence] == number].tolist()
+            targets = batch.targets_BR[sequence][batch.answer_BR[sequence] == number].tolist()
+            kind = int(batch.kind_BR[sequence][batch.answer_BR[sequence] == number][0])
+            answer = bytes(targets[:-1]).decode()
+            kinds.add(kind)
+            assert targets[-1] == data.EOS_ID
+            assert text[rows[0] + 1 : rows[-1] + 1] == answer
+            assert (answer == "unknown") == (kind == 2)
+            if kind != 2:
+                assert text.index(answer) < rows[0], "the fact stands before the question"
+        is_text = batch.answer_BR[sequence] < 0
+        rows, targets = batch.rows_BR[sequence][is_text], batch.targets_BR[sequence][is_text]
+        assert torch.equal(batch.ids_BT[sequence][rows + 1], targets)
+    assert kinds == {0, 1, 2}
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not(training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    loop, curriculum = training["loop"], training["curriculum"]
+    short = dataclasses.replace(curriculum.STAGES[0], length=64, batch=2, steps=4, text_rows=4)
+    monkeypatch.setattr(loop, "STAGES", (short,))
+    whole = loop.train(tmp_path / "whole", stages=("A",), seed=0)
+
+    class Stop(Exception):
+        pass
+
+    real = loop.make_batch
+    calls = []
+
+    def stopping(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise Stop
+        return real(*arguments)
+
+    monkeypatch.setattr(loop, "CHECKPOINT_S", 0.0)
+    monkeypatch.setattr(loop, "make_batch", stopping)
+    with pytest.raises(Stop):
+        loop.train(tmp_path / "cut", stages=("A",), seed=0)
+    resumed = loop.train(tmp_path / "cut", stages=("A",), seed=0)
+    assert len(calls) == 5
+    assert resumed.read_bytes() == whole.read_bytes()
