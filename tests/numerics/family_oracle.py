@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,13 @@ from longprefill.partition.layout import PAGE_TOKENS, Slice
 from longprefill.partition.steps import plan_steps
 from longprefill.workers.cache.pages import CacheFormats, CachePool, cache_kinds, pool_bytes
 from longprefill.workers.choices import Record, Replayer
+from longprefill.workers.model.checkpoint import write_checkpoint
 from longprefill.workers.model.config import MlaConfig, ModelConfig
 from longprefill.workers.model.families.registry import read_config
 from longprefill.workers.model.model import Model
 from longprefill.workers.model.parameters import parameter_shapes
 from longprefill.workers.model.sharding import MeshPlace, local_config, parameter_ranges
+from longprefill.workers.model.sizes import RAW_CONFIGS
 from longprefill.workers.model.weights import check_weights, load_weights
 from longprefill.workers.prefill import PrefillRank, StepPlan
 from longprefill.workers.trace import Tracer
@@ -39,6 +41,14 @@ from .tolerances import rms_ratio
 TOLERANCE = 1e-5
 WHOLE = 1 << 20
 """A step size that no prompt of these tests reaches."""
+
+MESHES = [(1, WHOLE), (1, 64), (3, WHOLE), (3, 192), (3, 64)]
+"""(ranks, step size) that every case runs on."""
+VISION = {
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 16,
+    "projection_intermediate_size": 16, "image_size": 28, "spatial_merge_size": 1,
+}  # fmt: skip
+"""The smallest tower; ours ignores it."""
 
 Outputs = dict[str, torch.Tensor]
 """By place, one row a position: "N.mixer", "N.ffn", "logits"."""
@@ -256,6 +266,42 @@ def assert_same_weights(directory: Path, expected: dict[str, torch.Tensor]) -> N
     assert list(loaded) == list(expected) == list(parameter_shapes(config))
     for name, value in expected.items():
         assert torch.equal(loaded[name], value), name
+
+
+class Case:
+    """A tiny checkpoint of a family in published form, transformers' model of it and that model's run; each method is
+    what one test says."""
+
+    def __init__(self, directory: Path, family: str, cls: Any, num_tokens: int, fields: Mapping[str, Any]) -> None:
+        """`fields` change config.json; of a multimodal one the text part."""
+        raw = dict(RAW_CONFIGS[family, "tiny"])
+        if "text_config" in raw:
+            raw |= {"vision_config": VISION, "text_config": raw["text_config"] | fields}
+        else:
+            raw |= fields
+        self.directory = directory
+        self.config = write_checkpoint(directory, raw, 0, torch.float32)
+        self.model = load_class(cls, directory)
+        self.oracle = run_class(self.model, prompt(num_tokens, self.config.vocab_size), self.config)
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What the published directory loads to."""
+        return load_weights(self.directory, self.config, dtype=torch.float32)
+
+    def assert_agrees(self, **options: Any) -> None:
+        """A run of ours (`run_ours`) agrees with the class at every place."""
+        assert_agrees(run_ours(self.directory, self.oracle, **options), self.oracle)
+
+    def assert_catches(self, change: Change | None = None, **options: Any) -> None:
+        """A spoiled run of ours is told from the class's."""
+        assert is_caught(run_ours(self.directory, self.oracle, change=change, **options), self.oracle)
+
+    def assert_saved_loads(self, target: Path, *, published: bool) -> None:
+        """What transformers saves, with an expert a tensor as published or with fused experts, in several files."""
+        self.model.save_pretrained(target, save_original_format=published, max_shard_size="50KB")
+        assert len(list(target.glob("*.safetensors"))) > 1
+        assert_same_weights(target, self.weights)
 
 
 @contextlib.contextmanager

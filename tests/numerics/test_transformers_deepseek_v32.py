@@ -11,24 +11,16 @@ import torch
 from safetensors.torch import save_file
 from transformers import DeepseekV32ForCausalLM
 
-from longprefill.workers.model.checkpoint import write_checkpoint
-from longprefill.workers.model.families.registry import read_config
 from longprefill.workers.model.layers.indexer import Indexer
 from longprefill.workers.model.layers.rotation import rotate
-from longprefill.workers.model.sizes import RAW_CONFIGS
-from longprefill.workers.model.weights import load_weights
 
 from .family_oracle import (
-    WHOLE,
+    MESHES,
+    Case,
     Change,
-    Oracle,
     assert_agrees,
     assert_same_weights,
-    is_caught,
-    load_class,
-    prompt,
     replaced,
-    run_class,
     run_ours,
     with_mixers,
     with_zeros,
@@ -64,31 +56,23 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-class Case:
-    """A checkpoint in published form, transformers' model of it and that model's run."""
-
-    def __init__(self, directory: Path, num_tokens: int, fields: dict[str, Any]) -> None:
-        self.directory = directory
-        raw = RAW_CONFIGS["deepseek_v32", "tiny"] | fields
-        config = write_checkpoint(directory, raw, 0, torch.float32)
-        self.model = load_class(DeepseekV32ForCausalLM, directory)
-        self.oracle: Oracle = run_class(self.model, prompt(num_tokens, config.vocab_size), config)
+def make_case(directory: Path, name: str) -> Case:
+    return Case(directory, "deepseek_v32", DeepseekV32ForCausalLM, *CASES[name])
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    num_tokens, fields = request.param
-    return Case(tmp_path_factory.mktemp("deepseek") / "model", num_tokens, fields)
+    return make_case(tmp_path_factory.mktemp("deepseek") / "model", request.param)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(tmp_path_factory.mktemp("deepseek") / "tiny", *CASES["tiny"])
+    return make_case(tmp_path_factory.mktemp("deepseek") / "tiny", "tiny")
 
 
-@pytest.mark.parametrize(("cp", "step_tokens"), [(1, WHOLE), (1, 64), (3, WHOLE), (3, 192), (3, 64)])
+@pytest.mark.parametrize(("cp", "step_tokens"), MESHES)
 def test_every_layer_agrees(case: Case, cp: int, step_tokens: int) -> None:
-    assert_agrees(run_ours(case.directory, case.oracle, cp=cp, step_tokens=step_tokens), case.oracle)
+    case.assert_agrees(cp=cp, step_tokens=step_tokens)
 
 
 def test_our_own_choices_are_those_of_the_class(tiny: Case) -> None:
@@ -99,26 +83,21 @@ def test_our_own_choices_are_those_of_the_class(tiny: Case) -> None:
 
 @pytest.mark.parametrize(("cp", "tp"), [(1, 2), (2, 2)])
 def test_tensor_parallel_ranks_agree(tiny: Case, cp: int, tp: int) -> None:
-    run = run_ours(tiny.directory, tiny.oracle, cp=cp, tp=tp, step_tokens=192)
-    assert_agrees(run, tiny.oracle)
+    tiny.assert_agrees(cp=cp, tp=tp, step_tokens=192)
 
 
 def test_tokens_one_by_one_agree(tiny: Case) -> None:
     """As decode runs them, over more than a pool's and a page's border."""
-    run = run_ours(tiny.directory, tiny.oracle, step_tokens=128, single_tokens=70)
-    assert_agrees(run, tiny.oracle)
+    tiny.assert_agrees(step_tokens=128, single_tokens=70)
 
 
 @pytest.mark.parametrize("published", [True, False], ids=["an expert a tensor", "fused experts"])
 def test_both_spellings_load(tiny: Case, published: bool, tmp_path: Path) -> None:
-    expected = load_weights(tiny.directory, read_config(tiny.directory), dtype=torch.float32)
-    tiny.model.save_pretrained(tmp_path / "saved", save_original_format=published, max_shard_size="50KB")
-    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
-    assert_same_weights(tmp_path / "saved", expected)
+    tiny.assert_saved_loads(tmp_path / "saved", published=published)
 
 
 def test_names_without_model_and_layers_for_prediction_load(tiny: Case, tmp_path: Path) -> None:
-    expected = load_weights(tiny.directory, read_config(tiny.directory), dtype=torch.float32)
+    expected = tiny.weights
     tensors = {name.removeprefix("model."): value.contiguous() for name, value in tiny.model.state_dict().items()}
     tensors["layers.4.enorm.weight"] = torch.ones(64)
     tensors["layers.4.self_attn.q_a_proj.weight"] = torch.ones(48, 64)
@@ -161,7 +140,7 @@ MUTATIONS: dict[str, Change] = {
 
 @pytest.mark.parametrize("change", MUTATIONS.values(), ids=MUTATIONS)
 def test_the_tests_can_fail(tiny: Case, change: Change) -> None:
-    assert is_caught(run_ours(tiny.directory, tiny.oracle, change=change), tiny.oracle)
+    tiny.assert_catches(change)
 
 
 def test_the_tests_can_fail_by_rotation_of_the_last_dims(tiny: Case) -> None:
@@ -171,4 +150,4 @@ def test_the_tests_can_fail_by_rotation_of_the_last_dims(tiny: Case) -> None:
         return torch.cat((rest, turned), dim=-1)
 
     with replaced(Indexer, "_rotate", rotate_last):
-        assert is_caught(run_ours(tiny.directory, tiny.oracle), tiny.oracle)
+        tiny.assert_catches()

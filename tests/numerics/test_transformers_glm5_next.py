@@ -12,34 +12,22 @@ import torch
 from safetensors.torch import save_file
 from transformers import Glm5NextForConditionalGeneration
 
-from longprefill.workers.model.checkpoint import write_checkpoint
 from longprefill.workers.model.config import KdaConfig, LayerConfig, ModelConfig
 from longprefill.workers.model.families.registry import read_config
 from longprefill.workers.model.layers import indexer as indexer_layer
-from longprefill.workers.model.sizes import RAW_CONFIGS
-from longprefill.workers.model.weights import load_weights
 
 from .family_oracle import (
-    WHOLE,
+    MESHES,
+    Case,
     Change,
-    Oracle,
-    assert_agrees,
     assert_same_weights,
     is_caught,
-    load_class,
-    prompt,
     replaced,
-    run_class,
     run_ours,
     with_mixers,
     with_zeros,
 )
 
-VISION = {
-    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 16,
-    "projection_intermediate_size": 16, "image_size": 28, "spatial_merge_size": 1,
-}  # fmt: skip
-"""The smallest tower; ours ignores it."""
 ODD: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 37, "num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 3,
     "q_lora_rank": 21, "kv_lora_rank": 19, "qk_nope_head_dim": 11, "v_head_dim": 7, "index_n_heads": 17,
@@ -73,62 +61,49 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-class Case:
-    """A checkpoint in published form, transformers' model of it and that model's run."""
-
-    def __init__(self, directory: Path, num_tokens: int, fields: dict[str, Any]) -> None:
-        self.directory = directory
-        raw = dict(RAW_CONFIGS["glm5_next", "tiny"]) | {"vision_config": VISION}
-        raw["text_config"] = raw["text_config"] | fields
-        self.config = write_checkpoint(directory, raw, 0, torch.float32)
-        self.model = load_class(Glm5NextForConditionalGeneration, directory)
-        self.oracle: Oracle = run_class(self.model, prompt(num_tokens, self.config.vocab_size), self.config)
+def make_case(directory: Path, name: str) -> Case:
+    return Case(directory, "glm5_next", Glm5NextForConditionalGeneration, *CASES[name])
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    num_tokens, fields = request.param
-    return Case(tmp_path_factory.mktemp("glm5") / "model", num_tokens, fields)
+    return make_case(tmp_path_factory.mktemp("glm5") / "model", request.param)
 
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(tmp_path_factory.mktemp("glm5") / "odd", *CASES["odd dims, pools of 16, gates that are cut"])
+    return make_case(tmp_path_factory.mktemp("glm5") / "odd", "odd dims, pools of 16, gates that are cut")
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(tmp_path_factory.mktemp("glm5") / "shared", *CASES["shared selections of pools"])
+    return make_case(tmp_path_factory.mktemp("glm5") / "shared", "shared selections of pools")
 
 
-@pytest.mark.parametrize(("cp", "step_tokens"), [(1, WHOLE), (1, 64), (3, WHOLE), (3, 192), (3, 64)])
+@pytest.mark.parametrize(("cp", "step_tokens"), MESHES)
 def test_every_layer_agrees(case: Case, cp: int, step_tokens: int) -> None:
-    assert_agrees(run_ours(case.directory, case.oracle, cp=cp, step_tokens=step_tokens), case.oracle)
+    case.assert_agrees(cp=cp, step_tokens=step_tokens)
 
 
 @pytest.mark.parametrize(("cp", "tp"), [(1, 3), (2, 3)])
 def test_tensor_parallel_ranks_agree(shared: Case, cp: int, tp: int) -> None:
-    run = run_ours(shared.directory, shared.oracle, cp=cp, tp=tp, step_tokens=192)
-    assert_agrees(run, shared.oracle)
+    shared.assert_agrees(cp=cp, tp=tp, step_tokens=192)
 
 
 def test_tokens_one_by_one_agree(shared: Case) -> None:
     """As decode runs them, over more than a pool's and a page's border."""
-    run = run_ours(shared.directory, shared.oracle, step_tokens=128, single_tokens=70)
-    assert_agrees(run, shared.oracle)
+    shared.assert_agrees(step_tokens=128, single_tokens=70)
 
 
 @pytest.mark.parametrize("published", [True, False], ids=["an expert a tensor", "fused experts"])
 def test_both_spellings_load(odd: Case, published: bool, tmp_path: Path) -> None:
     """With a vision tower, which is left alone."""
-    expected = load_weights(odd.directory, read_config(odd.directory), dtype=torch.float32)
-    odd.model.save_pretrained(tmp_path / "saved", save_original_format=published)
-    assert_same_weights(tmp_path / "saved", expected)
+    odd.assert_saved_loads(tmp_path / "saved", published=published)
 
 
 @pytest.mark.parametrize("prefix", ["model.", ""])
 def test_a_text_model_by_itself_loads(odd: Case, prefix: str, tmp_path: Path) -> None:
-    expected = load_weights(odd.directory, read_config(odd.directory), dtype=torch.float32)
+    expected = odd.weights
     body = odd.model.model.language_model.state_dict()
     tensors = {prefix + name: value.contiguous() for name, value in body.items()}
     tensors["lm_head.weight"] = odd.model.lm_head.weight.detach()
@@ -186,7 +161,7 @@ MUTATIONS: dict[str, Change] = {
 
 @pytest.mark.parametrize("change", MUTATIONS.values(), ids=MUTATIONS)
 def test_the_tests_can_fail(odd: Case, change: Change) -> None:
-    assert is_caught(run_ours(odd.directory, odd.oracle, change=change), odd.oracle)
+    odd.assert_catches(change)
 
 
 def test_the_tests_can_fail_by_a_stale_selection(shared: Case) -> None:
@@ -195,8 +170,7 @@ def test_the_tests_can_fail_by_a_stale_selection(shared: Case) -> None:
             return mixer
         return dataclasses.replace(mixer, indexer=dataclasses.replace(mixer.indexer, is_reused=False))
 
-    run = run_ours(shared.directory, shared.oracle, change=with_mixers(stale))
-    assert is_caught(run, shared.oracle)
+    shared.assert_catches(with_mixers(stale))
 
 
 def test_the_tests_can_fail_by_a_missing_tail(odd: Case) -> None:
@@ -211,4 +185,4 @@ def test_the_tests_can_fail_by_a_missing_tail(odd: Case) -> None:
         return chosen_TK.masked_fill(chosen_TK >= complete_T[:, None], -1)
 
     with replaced(indexer_layer.Indexer, "_select", without_tail):
-        assert is_caught(run_ours(odd.directory, odd.oracle, replay=False), odd.oracle)
+        odd.assert_catches(replay=False)

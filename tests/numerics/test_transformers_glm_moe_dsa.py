@@ -7,29 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import GlmMoeDsaForCausalLM
 
-from longprefill.workers.model.checkpoint import write_checkpoint
 from longprefill.workers.model.config import MlaConfig
-from longprefill.workers.model.families.registry import read_config
-from longprefill.workers.model.sizes import RAW_CONFIGS
-from longprefill.workers.model.weights import load_weights
 
-from .family_oracle import (
-    WHOLE,
-    Change,
-    Oracle,
-    assert_agrees,
-    assert_same_weights,
-    is_caught,
-    load_class,
-    prompt,
-    run_class,
-    run_ours,
-    with_mixers,
-    with_zeros,
-)
+from .family_oracle import MESHES, Case, Change, with_mixers, with_zeros
 
 ODD: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 37, "num_hidden_layers": 5, "num_attention_heads": 3, "num_key_value_heads": 3,
@@ -46,32 +28,24 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-class Case:
-    """A checkpoint in published form, transformers' model of it and that model's run."""
-
-    def __init__(self, directory: Path, num_tokens: int, fields: dict[str, Any]) -> None:
-        self.directory = directory
-        raw = RAW_CONFIGS["glm_moe_dsa", "tiny"] | fields
-        self.config = write_checkpoint(directory, raw, 0, torch.float32)
-        self.model = load_class(GlmMoeDsaForCausalLM, directory)
-        self.oracle: Oracle = run_class(self.model, prompt(num_tokens, self.config.vocab_size), self.config)
+def make_case(directory: Path, name: str) -> Case:
+    return Case(directory, "glm_moe_dsa", GlmMoeDsaForCausalLM, *CASES[name])
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    num_tokens, fields = request.param
-    return Case(tmp_path_factory.mktemp("glm") / "model", num_tokens, fields)
+    return make_case(tmp_path_factory.mktemp("glm") / "model", request.param)
 
 
 @pytest.fixture(scope="module")
 def turns(tmp_path_factory: pytest.TempPathFactory) -> Case:
     """Full and shared by turns."""
-    return Case(tmp_path_factory.mktemp("glm") / "turns", *CASES["odd dims, full and shared by turns"])
+    return make_case(tmp_path_factory.mktemp("glm") / "turns", "odd dims, full and shared by turns")
 
 
-@pytest.mark.parametrize(("cp", "step_tokens"), [(1, WHOLE), (1, 64), (3, WHOLE), (3, 192), (3, 64)])
+@pytest.mark.parametrize(("cp", "step_tokens"), MESHES)
 def test_every_layer_agrees(case: Case, cp: int, step_tokens: int) -> None:
-    assert_agrees(run_ours(case.directory, case.oracle, cp=cp, step_tokens=step_tokens), case.oracle)
+    case.assert_agrees(cp=cp, step_tokens=step_tokens)
 
 
 def test_schedules_share_what_the_class_shares(case: Case) -> None:
@@ -84,21 +58,17 @@ def test_schedules_share_what_the_class_shares(case: Case) -> None:
 
 @pytest.mark.parametrize(("cp", "tp"), [(1, 3), (2, 3)])
 def test_tensor_parallel_ranks_agree(turns: Case, cp: int, tp: int) -> None:
-    run = run_ours(turns.directory, turns.oracle, cp=cp, tp=tp, step_tokens=192)
-    assert_agrees(run, turns.oracle)
+    turns.assert_agrees(cp=cp, tp=tp, step_tokens=192)
 
 
 def test_tokens_one_by_one_agree(turns: Case) -> None:
     """As decode runs them, over more than a pool's and a page's border."""
-    run = run_ours(turns.directory, turns.oracle, step_tokens=128, single_tokens=70)
-    assert_agrees(run, turns.oracle)
+    turns.assert_agrees(step_tokens=128, single_tokens=70)
 
 
 @pytest.mark.parametrize("published", [True, False], ids=["an expert a tensor", "fused experts"])
 def test_both_spellings_load(turns: Case, published: bool, tmp_path: Path) -> None:
-    expected = load_weights(turns.directory, read_config(turns.directory), dtype=torch.float32)
-    turns.model.save_pretrained(tmp_path / "saved", save_original_format=published)
-    assert_same_weights(tmp_path / "saved", expected)
+    turns.assert_saved_loads(tmp_path / "saved", published=published)
 
 
 def by_halves(_: int, mixer: Any) -> Any:
@@ -135,4 +105,4 @@ MUTATIONS: dict[str, Change] = {
 
 @pytest.mark.parametrize("change", MUTATIONS.values(), ids=MUTATIONS)
 def test_the_tests_can_fail(turns: Case, change: Change) -> None:
-    assert is_caught(run_ours(turns.directory, turns.oracle, change=change), turns.oracle)
+    turns.assert_catches(change)
