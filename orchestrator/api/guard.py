@@ -66,7 +66,7 @@ class Guard:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        answer = _Answer(send, f"req-{uuid.uuid4().hex}")
+        answer = _Answer(send)
         try:
             body = self._admit(scope, receive)
             await self._app(scope, body, answer)
@@ -75,9 +75,10 @@ class Guard:
         except asyncio.CancelledError:
             raise
         except Exception:  # the edge: the client gets one line and the log the rest
-            logger.exception("%s %s failed (%s)", scope["method"], scope["path"], answer.request_id)
+            number = _request_id(scope)
+            logger.exception("request %s failed: %s %s", number, scope["method"], scope["path"])
             await answer.refuse(
-                ApiError(500, f"this is a bug of the service: its log has {answer.request_id}", code="internal"), scope
+                ApiError(500, f"this is a bug of the service: its log has request {number}", code="internal"), scope
             )
 
     def _admit(self, scope: Scope, receive: Receive) -> _Body:
@@ -170,16 +171,15 @@ class _Body:
 class _Answer:
     """`send` of the application: adds the headers of every response, and knows whether one has begun."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self.request_id = request_id
         self._has_begun = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._has_begun = True
             given = {name for name, _ in message["headers"]}
-            own = [(b"x-request-id", self.request_id.encode()), *SECURITY_HEADERS]
+            own = [*SECURITY_HEADERS]
             if b"cache-control" not in given:
                 own.append((b"cache-control", b"no-store"))
             message["headers"] = [*message["headers"], *(pair for pair in own if pair[0] not in given)]
@@ -189,6 +189,12 @@ class _Answer:
         if self._has_begun:  # the stream breaks off: its reader sees that no end was sent
             raise error
         await error.response(scope, _nothing, self)
+
+
+def _request_id(scope: Scope) -> str:
+    """Serve's proxy numbers requests and tells the client (X-Request-ID)."""
+    given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    return given if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", given) else f"req-{uuid.uuid4().hex}"
 
 
 async def _nothing() -> Message:

@@ -10,7 +10,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
@@ -118,7 +118,7 @@ def _now(form: str) -> str:
 class _Generation(Extension):
     """`{% generation %} ... {% endgeneration %}` marks for training what the assistant says: here only its content."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
