@@ -151,6 +151,21 @@ class MlaKernels(Protocol):
         V]."""
         ...
 
+    def selected(
+        self,
+        q_THQ: torch.Tensor,
+        rows: PagedRows,
+        indices_TS: torch.Tensor,
+        w_uk_HNR: torch.Tensor,
+        w_uv_HVR: torch.Tensor,
+        *,
+        start: int,
+        scale: float,
+    ) -> torch.Tensor:
+        """q and result as of `dense`, keys as of `sparse`, none behind the query's own position; the backend takes the
+        faster form."""
+        ...
+
 
 class Routing(NamedTuple):
     expert_TA: torch.Tensor

@@ -1,5 +1,6 @@
 """Latent attention by the compiled kernels: the absorbed form over selected rows (cpu_src/sparse.cpp), in bf16 on AMX,
-else in fp32, and the dense form in bf16 on AMX (cpu_src/dense.cpp). fp64 and fp16 queries, formats that the kernels do
+else in fp32, and the expanded form, dense or
+over selected rows, in bf16 on AMX (cpu_src/expanded.cpp). fp64 and fp16 queries, formats that the kernels do
 not know, and the dense form elsewhere go to `plain`. A single query takes the absorbed form: expanding every key for it
 costs more than reading it.
 
@@ -18,7 +19,11 @@ from longprefill.kernels.quant.formats import Fp8LatentRows
 from . import plain
 
 STATE_BYTES = 64 << 20
-"""Sums of the heads that `dense` takes at once: fp32 [heads, T, V]."""
+"""Sums of the heads that the expanded form takes at once: fp32 [heads, T, V]."""
+GATHER_PRODUCTS = 107
+"""What gathering one number of a row costs, in products of the expanded form (measured, README.md)."""
+ABSORBED_COST = 0.8
+"""A product of the absorbed form, in the same."""
 
 
 def sparse(
@@ -61,18 +66,71 @@ def dense(
     plain.check_dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start)
     if len(q_THQ) == 1:
         return _one_query(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
-    if q_THQ.dtype != torch.bfloat16 or not ops().mla_has_dense():
+    if q_THQ.dtype != torch.bfloat16 or not ops().mla_has_expanded():
         return plain.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
+    return _expanded(q_THQ, rows, None, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
+
+
+def selected(
+    q_THQ: torch.Tensor,
+    rows: PagedRows,
+    indices_TS: torch.Tensor,
+    w_uk_HNR: torch.Tensor,
+    w_uv_HVR: torch.Tensor,
+    *,
+    start: int,
+    scale: float,
+) -> torch.Tensor:
+    """[T, H, V] in q's dtype: attention over selected rows (see `plain.selected`), absorbed or as a mask over expanded
+    keys, whichever is faster for this shape.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or an index outside the cache.
+    """
+    is_compiled = q_THQ.dtype == torch.bfloat16 and format_code(rows.format) is not None and ops().mla_has_expanded()
+    plain.check_dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start)
+    if is_compiled and len(q_THQ) > 1 and _is_expanding_faster(q_THQ, indices_TS, w_uk_HNR, w_uv_HVR, start):
+        return _expanded(q_THQ, rows, indices_TS, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
+    q_THL = plain.absorbed(q_THQ, w_uk_HNR)
+    latent_THR = sparse(q_THL, rows, indices_TS, scale=scale, latent_rank=w_uk_HNR.shape[2])
+    return plain.values_of(latent_THR, w_uv_HVR)
+
+
+def _is_expanding_faster(
+    q_THQ: torch.Tensor, indices_TS: torch.Tensor, w_uk_HNR: torch.Tensor, w_uv_HVR: torch.Tensor, start: int
+) -> bool:
+    """Of the two forms over these rows, by counted products at measured costs."""
+    num_queries, num_heads, width = q_THQ.shape
+    nope, rank = w_uk_HNR.shape[1:]
+    value, num_keys = w_uv_HVR.shape[1], start + num_queries
+    pairs = num_queries * start + num_queries * (num_queries + 1) // 2
+    expanded = num_heads * (pairs * (width + value) + num_keys * rank * (nope + value))
+    latent = rank + width - nope
+    a_row = ABSORBED_COST * max(num_heads, 16) * (latent + rank) + GATHER_PRODUCTS * latent
+    return expanded < indices_TS.numel() * a_row
+
+
+def _expanded(
+    q_THQ: torch.Tensor,
+    rows: PagedRows,
+    indices_TS: torch.Tensor | None,
+    w_uk_HNR: torch.Tensor,
+    w_uv_HVR: torch.Tensor,
+    *,
+    start: int,
+    scale: float,
+) -> torch.Tensor:
     pages_NPB, table, num_rows = page_arguments(rows)
-    return ops().mla_dense(
+    return ops().mla_expanded(
         q_THQ.contiguous(),
         pages_NPB,
         table,
         num_rows,
-        code,
+        format_code(rows.format),
         _format_rank(rows),
         w_uk_HNR.to(q_THQ.dtype).contiguous(),
         w_uv_HVR.to(q_THQ.dtype).contiguous(),
+        None if indices_TS is None else indices_TS.to(torch.int32).contiguous(),
         start,
         scale,
         STATE_BYTES,
@@ -83,12 +141,9 @@ def _one_query(
     q_THQ: torch.Tensor, rows: PagedRows, w_uk_HNR: torch.Tensor, w_uv_HVR: torch.Tensor, *, start: int, scale: float
 ) -> torch.Tensor:
     """The absorbed form over everything that the query sees."""
-    nope, rank = w_uk_HNR.shape[1:]
-    absorbed_HR = torch.bmm(q_THQ[0, :, None, :nope], w_uk_HNR.to(q_THQ.dtype))[:, 0]
-    q_THL = torch.cat([absorbed_HR, q_THQ[0, :, nope:]], dim=1)[None]
     visible_TS = torch.arange(start + 1, dtype=torch.int32)[None]
-    latent_THR = sparse(q_THL, rows, visible_TS, scale=scale, latent_rank=rank)
-    return torch.bmm(latent_THR[0, :, None], w_uv_HVR.to(q_THQ.dtype).mT)[:, 0][None]
+    q_THL = plain.absorbed(q_THQ, w_uk_HNR)
+    return plain.values_of(sparse(q_THL, rows, visible_TS, scale=scale, latent_rank=w_uk_HNR.shape[2]), w_uv_HVR)
 
 
 def _format_rank(rows: PagedRows) -> int:

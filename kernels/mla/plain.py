@@ -80,6 +80,50 @@ def sparse(
     return out_THR
 
 
+def selected(
+    q_THQ: torch.Tensor,
+    rows: PagedRows,
+    indices_TS: torch.Tensor,
+    w_uk_HNR: torch.Tensor,
+    w_uv_HVR: torch.Tensor,
+    *,
+    start: int,
+    scale: float,
+) -> torch.Tensor:
+    """Attention over selected rows in the absorbed form.
+
+    Args:
+        q_THQ: queries [T, H, nope + P], rope dims last, of positions start, start + 1, ...
+        rows: latent rows of the job.
+        indices_TS: int positions up to each query's own, without duplicates; -1 is no key, anywhere in the row.
+        w_uk_HNR: key expansion of each head.
+        w_uv_HVR: value expansion of each head.
+        start: position of the first query.
+        scale: factor of the logits.
+
+    Returns:
+        [T, H, V] in q's dtype. A query without a key gives zeros.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or an index outside the cache.
+    """
+    check_dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start)
+    q_THL = absorbed(q_THQ, w_uk_HNR)
+    return values_of(sparse(q_THL, rows, indices_TS, scale=scale, latent_rank=w_uk_HNR.shape[2]), w_uv_HVR)
+
+
+def absorbed(q_THQ: torch.Tensor, w_uk_HNR: torch.Tensor) -> torch.Tensor:
+    """[T, H, R + P]: queries that meet latent rows as they are cached."""
+    nope = w_uk_HNR.shape[1]
+    q_HTR = torch.bmm(q_THQ[..., :nope].transpose(0, 1), w_uk_HNR.to(q_THQ.dtype))
+    return torch.cat((q_HTR.transpose(0, 1), q_THQ[..., nope:]), dim=-1)
+
+
+def values_of(latent_THR: torch.Tensor, w_uv_HVR: torch.Tensor) -> torch.Tensor:
+    """[T, H, V] of weighted latents."""
+    return torch.bmm(latent_THR.transpose(0, 1), w_uv_HVR.to(latent_THR.dtype).mT).transpose(0, 1)
+
+
 def dense(
     q_THQ: torch.Tensor, rows: PagedRows, w_uk_HNR: torch.Tensor, w_uv_HVR: torch.Tensor, *, start: int, scale: float
 ) -> torch.Tensor:

@@ -43,5 +43,31 @@ def dense(
     return out_THV.to(q_THQ.dtype)
 
 
+def selected(
+    q_THQ: torch.Tensor,
+    rows: PagedRows,
+    indices_TS: torch.Tensor,
+    w_uk_HNR: torch.Tensor,
+    w_uv_HVR: torch.Tensor,
+    *,
+    start: int,
+    scale: float,
+) -> torch.Tensor:
+    """[T, H, V] in q's dtype: query t over the rows that it selected, their keys and values expanded."""
+    precision = _precision(q_THQ)
+    num_heads, nope, rank = w_uk_HNR.shape
+    out_THV = torch.zeros(len(q_THQ), num_heads, w_uv_HVR.shape[1], dtype=precision, device=q_THQ.device)
+    for t, indices_S in enumerate(indices_TS):
+        valid_S = indices_S[indices_S >= 0].long()
+        if len(valid_S):
+            rows_SL = rows.gather(valid_S, precision)
+            keys_HSN = torch.einsum("sr,hnr->hsn", rows_SL[:, :rank], w_uk_HNR.to(precision))
+            values_HSV = torch.einsum("sr,hvr->hsv", rows_SL[:, :rank], w_uv_HVR.to(precision))
+            q_HQ = q_THQ[t].to(precision)
+            logits_HS = torch.einsum("hn,hsn->hs", q_HQ[:, :nope], keys_HSN) + q_HQ[:, nope:] @ rows_SL[:, rank:].T
+            out_THV[t] = torch.einsum("hs,hsv->hv", (logits_HS * scale).softmax(dim=-1), values_HSV)
+    return out_THV.to(q_THQ.dtype)
+
+
 def _precision(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32

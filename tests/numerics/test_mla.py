@@ -302,3 +302,66 @@ def test_dense_where_the_maximum_rises_with_every_block(backend: Any) -> None:
     actual = backend.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=760, scale=1.0)
     expected = plain.dense(q_THQ.double(), rows, w_uk_HNR.double(), w_uv_HVR.double(), start=760, scale=1.0)
     assert_close(actual, expected, op="mla.dense")
+
+
+@pytest.fixture(params=["absorbed", "expanded"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The compiled backend takes this one whatever the shape."""
+    monkeypatch.setattr(cpu, "GATHER_PRODUCTS", 0.0 if request.param == "absorbed" else 1e30)
+    monkeypatch.setattr(cpu, "ABSORBED_COST", 0.0)
+    return request.param
+
+
+@pytest.mark.parametrize("backend", BLOCKED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("start", "num_queries", "places"), [(0, 70, 16), (65, 5, 8), (700, 150, 40), (300, 2, 400)])
+@pytest.mark.usefixtures("form")
+def test_selected_against_the_formula(
+    backend: Any, dtype: torch.dtype, start: int, num_queries: int, places: int
+) -> None:
+    rows = paged(make_rows(start + num_queries), Bf16Rows(RANK + ROPE) if dtype == torch.bfloat16 else None)
+    generator = make_generator(13)
+    q_THQ = torch.randn(num_queries, 3, NOPE + ROPE, generator=generator).to(dtype)
+    indices_TS = choose(num_queries, start, places, generator)
+    indices_TS[1] = -1
+    w_uk_HNR, w_uv_HVR = weights(3, dtype)
+    actual = backend.selected(q_THQ, rows, indices_TS, w_uk_HNR, w_uv_HVR, start=start, scale=SCALE)
+    precise = (w_uk_HNR.double(), w_uv_HVR.double())
+    expected = reference.selected(q_THQ.double(), rows, indices_TS, *precise, start=start, scale=SCALE)
+    assert actual.dtype == dtype
+    assert bool((actual[1] == 0).all())
+    assert_close(actual, expected, op="mla.selected")
+
+
+@pytest.mark.parametrize("backend", BLOCKED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("form")
+def test_selected_lets_a_nan_row_reach_only_queries_that_select_it(backend: Any, dtype: torch.dtype) -> None:
+    clean = make_rows(140)
+    broken = clean.clone()
+    broken[[0, 17]] = torch.nan
+    generator = make_generator(14)
+    q_THQ = torch.randn(40, 3, NOPE + ROPE, generator=generator).to(dtype)
+    indices_TS = choose(40, 100, 12, generator)
+    indices_TS[(indices_TS == 0) | (indices_TS == 17)] = -1
+    indices_TS[5, 3] = 17
+    w_uk_HNR, w_uv_HVR = weights(3, dtype)
+    others = [query for query in range(40) if query != 5]
+    found, expected = (
+        backend.selected(q_THQ, paged(rows), indices_TS, w_uk_HNR, w_uv_HVR, start=100, scale=SCALE)
+        for rows in (broken, clean)
+    )
+    assert bool(found[5].isnan().all())
+    assert_close(found[others], expected[others].double(), op="mla.selected")
+
+
+@pytest.mark.parametrize("backend", BLOCKED)
+@pytest.mark.usefixtures("form")
+def test_selected_refuses_an_index_outside_the_cache(backend: Any) -> None:
+    w_uk_HNR, w_uv_HVR = weights(3, torch.bfloat16)
+    indices_TS = torch.tensor([[0, 9], [1, 10]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="index 10 of 10"):
+        backend.selected(
+            torch.zeros(2, 3, NOPE + ROPE, dtype=torch.bfloat16), paged(make_rows(10)), indices_TS, w_uk_HNR, w_uv_HVR,
+            start=8, scale=SCALE,
+        )  # fmt: skip

@@ -19,7 +19,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from longprefill.kernels.paged import PagedRows
 from longprefill.partition.layout import Fragment
 from longprefill.workers.cache.pages import Kind
 from longprefill.workers.model.config import MlaConfig
@@ -125,21 +124,17 @@ class AttentionLayer:
             parts.append(dense_THV)
         if num_dense < fragment.length:
             with ctx.tracer.span("attention.sparse", job=fragment.job):
-                parts.append(self._sparse(query_THQ[num_dense:], chosen[n], latents, ctx))
+                sparse_THV = ctx.kernels.mla.selected(
+                    query_THQ[num_dense:],
+                    latents,
+                    chosen[n],
+                    self.w_uk_HNR,
+                    self.w_uv_HVR,
+                    start=fragment.start + num_dense,
+                    scale=self.config.scale,
+                )
+            parts.append(sparse_THV)
         return torch.cat(parts)
-
-    def _sparse(
-        self, query_THQ: torch.Tensor, chosen_TK: torch.Tensor, latents: PagedRows, ctx: StepContext
-    ) -> torch.Tensor:
-        """The absorbed form over K selected rows a query, [T, H, V]."""
-        config = self.config
-        nope_THN, rope_THP = query_THQ.split((config.nope_dim, config.rope_dim), dim=-1)
-        absorbed_THR = torch.bmm(nope_THN.transpose(0, 1), self.w_uk_HNR).transpose(0, 1)
-        query_THL = torch.cat((absorbed_THR, rope_THP), dim=-1)
-        latent_THR = ctx.kernels.mla.sparse(
-            query_THL, latents, chosen_TK, scale=config.scale, latent_rank=config.kv_lora_rank
-        )
-        return torch.bmm(latent_THR.transpose(0, 1), self.w_uv_HVR.transpose(1, 2)).transpose(0, 1)
 
 
 class _RowGather:

@@ -1,4 +1,7 @@
-// Dense latent attention in the expanded form: causal, bf16 products on AMX.
+// Latent attention in the expanded form, dense or over selected rows: causal, bf16 products on AMX.
+//
+// Selected rows are a mask over dense blocks: more products than the absorbed form makes, but of a shape that the machine
+// likes, with nothing gathered.
 //
 // T queries, H heads, K keys of a block, N nope dim, P rope dim, R latent rank, V value dim; a padded size is a multiple
 // of 32. Rows are packed once for all heads of a turn, in pairs along their width. Then a head's keys come out of
@@ -6,6 +9,7 @@
 // operand of the next product, and nothing is ever transposed.
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "longprefill/amx.h"
 #include "longprefill/buffer.h"
@@ -65,6 +69,32 @@ private:
     Buffer<Bf16> rows_, packed_, wide_;
 };
 
+// One bit a key for each query, rows padded to whole blocks of keys; or none.
+struct Mask {
+    const uint8_t* bits;
+    int64_t row_bytes;
+
+    explicit operator bool() const { return bits != nullptr; }
+    LP_INLINE const uint8_t* row(int64_t query, int64_t key) const {
+        return bits == nullptr ? nullptr : bits + query * row_bytes + key / 8;
+    }
+};
+
+// The keys of a block that a query sees: the first `count`, or those of them that it selects.
+struct Seen {
+    int64_t count;
+    const uint8_t* selected;
+
+    LP_INLINE __mmask16 lanes(int64_t key) const {
+        const int64_t left = count - key;
+        const __mmask16 inside = left >= 16 ? 0xffff : (left <= 0 ? 0 : (1u << left) - 1);
+        if (selected == nullptr) return inside;
+        uint16_t chosen;
+        std::memcpy(&chosen, selected + key / 8, 2);
+        return inside & chosen;
+    }
+};
+
 // One head at work: its queries and weights, a block's keys and values.
 class Head {
 public:
@@ -101,18 +131,21 @@ public:
     }
 
     // Adds the block of keys from position `key` on to the sums of queries [first, last): out [queries, V], their
-    // maxima and the sums of their weights.
-    void add(int64_t first, int64_t last, int64_t key, float scale, float* out, float* max, float* sum) {
+    // maxima and the sums of their weights. `mask`: what the first query selects of the block; null: all that it sees.
+    void add(int64_t first, int64_t last, int64_t key, float scale, const Mask& mask, float* out, float* max,
+             float* sum) {
         const int64_t position = shape_.start + first, num_rows = padded(last - first, 32);
         const int64_t used = std::min(KEYS, padded(position + (last - first) - key, 128));
         amx_multiply(num_rows, used, shape_.depth(), q_.get() + first * shape_.depth(), shape_.depth(), keys_.get(),
                      KEYS, logits_.get(), KEYS, false);
-        for (int64_t i = 0; i < last - first; ++i)
-            soften(i, std::clamp<int64_t>(position + i + 1 - key, 0, used), used, scale * LOG2_E,
-                   out + i * shape_.padded_value, max[i], sum[i]);
+        for (int64_t i = 0; i < last - first; ++i) {
+            const Seen seen{std::clamp<int64_t>(position + i + 1 - key, 0, used), mask.row(first + i, key)};
+            soften(i, seen, used, scale * LOG2_E, out + i * shape_.padded_value, max[i], sum[i]);
+        }
         std::memset(static_cast<void*>(weights_.get() + (last - first) * KEYS), 0,
                     (num_rows - (last - first)) * KEYS * sizeof(Bf16));
-        if (!has_finite_values_ && position + 1 - key < used) return add_seen_only(first, last, key, out);
+        if (!has_finite_values_ && (mask || position + 1 - key < used))
+            return add_seen_only(first, last, key, mask, out);
         amx_multiply(num_rows, shape_.padded_value, used, weights_.get(), KEYS, values_.get(), shape_.padded_value, out,
                      shape_.padded_value, true);
     }
@@ -131,40 +164,43 @@ private:
         return _mm512_cmp_ps_mask(check, check, _CMP_UNORD_Q) == 0;
     }
 
-    // A row of logits becomes weights, of which the query sees the first `seen`; the others become zero.
-    LP_INLINE void soften(int64_t i, int64_t seen, int64_t used, float factor, float* out, float& max, float& sum) {
+    // A row of logits becomes weights of the keys that the query sees; the others become zero.
+    LP_INLINE void soften(int64_t i, const Seen& seen, int64_t used, float factor, float* out, float& max, float& sum) {
         const float* logits = logits_.get() + i * KEYS;
         Bf16* weights = weights_.get() + i * KEYS;
-        // Behind the first block a logit rarely passes the maximum: try with the one there is.
         float total = 0.0f;
-        const float top = max == NONE ? highest(logits, seen, factor)
-                                      : weigh(logits, seen, used, factor, max, weights, total);
-        if (top > max + MARGIN) {
-            const float decay = std::exp2(max - top);
-            sum *= decay;
-            max = top;
-            for (int64_t c = 0; c < shape_.padded_value; c += 16)
-                _mm512_storeu_ps(out + c, _mm512_mul_ps(_mm512_loadu_ps(out + c), _mm512_set1_ps(decay)));
+        if (max == NONE) {
+            max = highest(logits, seen, factor);
             weigh(logits, seen, used, factor, max, weights, total);
+        } else {  // a logit rarely passes the maximum so far: try with it
+            const float top = weigh(logits, seen, used, factor, max, weights, total);
+            if (top > max + MARGIN) {
+                const __m512 decay = _mm512_set1_ps(std::exp2(max - top));
+                sum *= _mm512_cvtss_f32(decay);
+                max = top;
+                for (int64_t c = 0; c < shape_.padded_value; c += 16)
+                    _mm512_storeu_ps(out + c, _mm512_mul_ps(_mm512_loadu_ps(out + c), decay));
+                weigh(logits, seen, used, factor, max, weights, total);
+            }
         }
         sum += total;
     }
 
-    static float highest(const float* logits, int64_t seen, float factor) {
+    static float highest(const float* logits, const Seen& seen, float factor) {
         __m512 top = _mm512_set1_ps(NONE);
-        for (int64_t k = 0; k < seen; k += 16)
-            top = _mm512_mask_max_ps(top, lanes(seen - k),
+        for (int64_t k = 0; k < seen.count; k += 16)
+            top = _mm512_mask_max_ps(top, seen.lanes(k),
                                      _mm512_mul_ps(_mm512_loadu_ps(logits + k), _mm512_set1_ps(factor)), top);
         return _mm512_reduce_max_ps(top);
     }
 
     // Weights relative to `max`, their sum, and the highest logit.
-    LP_INLINE static float weigh(const float* logits, int64_t seen, int64_t used, float factor, float max,
+    LP_INLINE static float weigh(const float* logits, const Seen& seen, int64_t used, float factor, float max,
                                  Bf16* weights, float& total) {
         const __m512 scale = _mm512_set1_ps(factor), shift = _mm512_set1_ps(-max);
         __m512 top[2] = {_mm512_set1_ps(NONE), _mm512_set1_ps(NONE)}, sums[2] = {};
         int64_t k = 0;
-        for (; k + 32 <= seen; k += 32) {
+        for (; seen.selected == nullptr && k + 32 <= seen.count; k += 32) {
             const __m512 a = _mm512_fmadd_ps(_mm512_loadu_ps(logits + k), scale, shift);
             const __m512 b = _mm512_fmadd_ps(_mm512_loadu_ps(logits + k + 16), scale, shift);
             top[0] = _mm512_max_ps(a, top[0]), top[1] = _mm512_max_ps(b, top[1]);
@@ -174,11 +210,12 @@ private:
         }
         for (; k < used; k += 32) {
             __m512 some[2];
+#pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
-                const __mmask16 sees = lanes(seen - k - 16 * half);
+                const __mmask16 lanes = seen.lanes(k + 16 * half);
                 const __m512 a = _mm512_fmadd_ps(_mm512_loadu_ps(logits + k + 16 * half), scale, shift);
-                top[half] = _mm512_mask_max_ps(top[half], sees, a, top[half]);
-                some[half] = _mm512_maskz_mov_ps(sees, power_of_two(a));
+                top[half] = _mm512_mask_max_ps(top[half], lanes, a, top[half]);
+                some[half] = _mm512_maskz_mov_ps(lanes, power_of_two(a));
                 sums[half] = _mm512_add_ps(sums[half], some[half]);
             }
             _mm512_storeu_si512(weights + k, to_bf16(some[0], some[1]));
@@ -187,18 +224,16 @@ private:
         return _mm512_reduce_max_ps(_mm512_max_ps(top[0], top[1])) + max;
     }
 
-    LP_INLINE static __mmask16 lanes(int64_t count) {
-        return count >= 16 ? 0xffff : (count <= 0 ? 0 : (1u << count) - 1);
-    }
-
     // The product with values of which some are not finite: weight 0 would not silence them. Number by number.
-    void add_seen_only(int64_t first, int64_t last, int64_t key, float* out) {
-        for (int64_t i = 0; i < last - first; ++i)
-            for (int64_t k = 0; k < std::min(KEYS, shape_.start + first + i + 1 - key); ++k)
-                for (int64_t v = 0; v < shape_.padded_value; ++v)
+    void add_seen_only(int64_t first, int64_t last, int64_t key, const Mask& mask, float* out) {
+        for (int64_t i = 0; i < last - first; ++i) {
+            const Seen seen{std::min(KEYS, shape_.start + first + i + 1 - key), mask.row(first + i, key)};
+            for (int64_t k = 0; k < seen.count; ++k)
+                for (int64_t v = 0; v < shape_.padded_value && (seen.lanes(k / 16 * 16) >> k % 16 & 1); ++v)
                     out[i * shape_.padded_value + v] +=
                         static_cast<float>(weights_[i * KEYS + k]) *
                         static_cast<float>(values_[(k / 2 * shape_.padded_value + v) * 2 + k % 2]);
+        }
     }
 
     const Shape& shape_;
@@ -222,11 +257,26 @@ struct State {
     }
 };
 
-// [T, H, V] bf16. q bf16 [T, H, N + P], w_uk [H, N, R], w_uv [H, V, R]. Heads take turns: as many at once as have sums
-// of `state_bytes`, for which rows are packed once.
-at::Tensor mla_dense(const at::Tensor& q, const at::Tensor& pages, const at::Tensor& table, int64_t num_rows,
-                     int64_t format, int64_t format_rank, const at::Tensor& w_uk, const at::Tensor& w_uv, int64_t start,
-                     double scale, int64_t state_bytes) {
+// The bits of selected positions, uint8 [T, row_bytes]: int32 [T, S] with -1 anywhere.
+Buffer<uint8_t> mask_bits(const at::Tensor& indices, int64_t num_keys, int64_t row_bytes) {
+    const int64_t places = indices.size(1);
+    const int32_t* positions = indices.const_data_ptr<int32_t>();
+    Buffer<uint8_t> bits = Buffer<uint8_t>::zeros(indices.size(0) * row_bytes);
+    for (int64_t t = 0; t < indices.size(0); ++t)
+        for (int64_t i = 0; i < places; ++i) {
+            const int32_t position = positions[t * places + i];
+            TORCH_CHECK_VALUE(position < num_keys, "index ", position, " of ", num_keys,
+                              " visible rows: select only visible positions");
+            if (position >= 0) bits[t * row_bytes + position / 8] |= 1 << position % 8;
+        }
+    return bits;
+}
+
+// [T, H, V] bf16. q bf16 [T, H, N + P], w_uk [H, N, R], w_uv [H, V, R]; `indices` as of mask_bits, or none. Heads take
+// turns: as many at once as have sums of `state_bytes`, for which rows are packed once.
+at::Tensor mla_expanded(const at::Tensor& q, const at::Tensor& pages, const at::Tensor& table, int64_t num_rows,
+                     int64_t format, int64_t format_rank, const at::Tensor& w_uk, const at::Tensor& w_uv,
+                     const std::optional<at::Tensor>& indices, int64_t start, double scale, int64_t state_bytes) {
     TORCH_CHECK_VALUE(q.is_contiguous() && w_uk.is_contiguous() && w_uv.is_contiguous(), "operands must be contiguous");
     Shape shape{};
     shape.queries = q.size(0), shape.heads = q.size(1), shape.start = start;
@@ -240,6 +290,13 @@ at::Tensor mla_dense(const at::Tensor& q, const at::Tensor& pages, const at::Ten
     const Bf16 *q_data = q.const_data_ptr<Bf16>(), *w_uk_data = w_uk.const_data_ptr<Bf16>(),
                *w_uv_data = w_uv.const_data_ptr<Bf16>();
     Bf16* out_data = out.mutable_data_ptr<Bf16>();
+    Mask mask{nullptr, padded(shape.num_keys(), KEYS) / 8};
+    Buffer<uint8_t> bits;
+    if (indices) {
+        TORCH_CHECK_VALUE(indices->is_contiguous() && indices->size(0) == shape.queries, "indices must be [T, S]");
+        bits = mask_bits(*indices, shape.num_keys(), mask.row_bytes);
+        mask.bits = bits.get();
+    }
     const int64_t state = shape.padded_queries * shape.padded_value;
     const int64_t turn = std::clamp<int64_t>(state_bytes / (state * 4), 1, shape.heads);
     Span span(shape);
@@ -263,7 +320,7 @@ at::Tensor mla_dense(const at::Tensor& q, const at::Tensor& pages, const at::Ten
                         const int64_t sees = std::max<int64_t>(0, from + key - start) / QUERIES * QUERIES;
                         for (int64_t first = sees; first < shape.queries; first += QUERIES)
                             head.add(first, std::min(first + QUERIES, shape.queries), from + key,
-                                     static_cast<float>(scale), head_out + first * shape.padded_value,
+                                     static_cast<float>(scale), mask, head_out + first * shape.padded_value,
                                      head_max + first, head_sum + first);
                     }
                 }
@@ -272,7 +329,7 @@ at::Tensor mla_dense(const at::Tensor& q, const at::Tensor& pages, const at::Ten
         for (int64_t t = 0; t < shape.queries; ++t)
             for (int64_t h = begin; h < end; ++h) {
                 const int64_t at = (h - begin) * shape.padded_queries + t;
-                const Vec share = splat(1.0f / sums.sum[at]);
+                const Vec share = splat(sums.sum[at] == 0.0f ? 0.0f : 1.0f / sums.sum[at]);  // nothing selected: zeros
                 for_each_vector(shape.value, [&](int64_t c, int size) {
                     store_some(out_data + (t * shape.heads + h) * shape.value + c,
                                load(sums.out.get() + at * shape.padded_value + c) * share, size);
@@ -283,7 +340,7 @@ at::Tensor mla_dense(const at::Tensor& q, const at::Tensor& pages, const at::Ten
 }
 #endif
 
-bool mla_has_dense() {
+bool mla_has_expanded() {
 #if defined(LONGPREFILL_AMX)
     return has_amx_products();
 #else
@@ -291,12 +348,12 @@ bool mla_has_dense() {
 #endif
 }
 
-LONGPREFILL_OPS(mla_dense, m) {
-    m.def("mla_has_dense() -> bool", TORCH_FN(mla_has_dense));
+LONGPREFILL_OPS(mla_expanded, m) {
+    m.def("mla_has_expanded() -> bool", TORCH_FN(mla_has_expanded));
 #if defined(LONGPREFILL_AMX)
-    m.def("mla_dense(Tensor q, Tensor pages, Tensor table, int num_rows, int format, int format_rank, Tensor w_uk, "
-          "Tensor w_uv, int start, float scale, int state_bytes) -> Tensor",
-          TORCH_FN(mla_dense));
+    m.def("mla_expanded(Tensor q, Tensor pages, Tensor table, int num_rows, int format, int format_rank, Tensor w_uk, "
+          "Tensor w_uv, Tensor? indices, int start, float scale, int state_bytes) -> Tensor",
+          TORCH_FN(mla_expanded));
 #endif
 }
 
