@@ -5,20 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from longprefill.orchestrator.calibrate.schedule import LONGEST_TOKENS
+from longprefill.orchestrator.calibrate.reduced import rank_share, reduced
+from longprefill.orchestrator.calibrate.schedule import LONGEST_TOKENS, least_tokens
 from longprefill.orchestrator.costs.profile_file import write_profile
-from longprefill.orchestrator.memory import weight_bytes
+from longprefill.orchestrator.memory import available_bytes, weight_bytes
 from longprefill.orchestrator.outputs import check_outputs, writing
 from longprefill.orchestrator.plan import ClusterSettings
 from longprefill.partition.errors import UserError
 from longprefill.workers.model.config import ModelConfig
 from longprefill.workers.model.families.registry import config_from, read_config
-from longprefill.workers.model.sharding import MeshPlace, check_tp, local_config
 from longprefill.workers.model.sizes import RAW_CONFIGS
 
 DEFAULT_MODELS = (("longprefill_hybrid", "small"), ("longprefill_hybrid", "bench"))
 """What `scripts/make_checkpoint` writes under these names."""
-SHORTEST_TOKENS = 1024
 BUDGET_S = 150.0
 
 
@@ -48,8 +47,6 @@ def calibrate(request: CalibrateRequest) -> None:
     check_outputs({"--calibrate": request.file}, inputs=request.models)
     if request.file.suffix != ".json":
         raise UserError(f"--calibrate {request.file}: profiles are written as JSON: name the file .json")
-    if request.longest_tokens < SHORTEST_TOKENS:
-        raise UserError(f"--longest {request.longest_tokens}: use {SHORTEST_TOKENS} tokens or more")
     if not 1 <= request.budget_s <= 86400:
         raise UserError(f"--seconds {request.budget_s:g}: use 1 to 86400")
     wanted = [(str(path), read_config(path)) for path in request.models] or [
@@ -62,17 +59,16 @@ def calibrate(request: CalibrateRequest) -> None:
         latent_format=request.latent_format,
         index_format=request.index_format,
     )
-    place = MeshPlace(num_cp=1, num_tp=request.tp, cp_rank=0, tp_rank=0, expert_parallel=False)
-    for _, config in wanted:
-        check_tp(config, request.tp)
-        _check_room(config, settings)
-    _measure(request, [(name, local_config(config, place), settings) for name, config in wanted])
+    shares = [(name, rank_share(config, request.tp)) for name, config in wanted]
+    least = max(least_tokens(share) for _, share in shares)
+    if request.longest_tokens < least:
+        raise UserError(f"--longest {request.longest_tokens}: use {least} tokens or more for these models")
+    for _, share in shares:
+        _check_room(share, settings)
+    _measure(request, [(name, share, settings) for name, share in shares])
 
 
 def _check_room(config: ModelConfig, settings: ClusterSettings) -> None:
-    from longprefill.orchestrator.calibrate.reduced import reduced
-    from longprefill.orchestrator.memory import available_bytes
-
     needed = 2 * weight_bytes(reduced(config), max(settings.item_bytes, 4))
     if needed > available_bytes():
         raise UserError(

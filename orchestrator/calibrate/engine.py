@@ -40,12 +40,12 @@ OPS_OF_SPANS = {
     "kda.project": "kda.project",
     "kda.halo": "kda.project",
     "kda.conv": "kda.conv",
-    "kernel.prepare": "kda.prepare",
+    "kernel.prepare": "prepare",
     "kernel.summarize": "kda.summary",
     "kernel.scan": "kda.scan",
     "kda.scan_first": "kda.output",
-    "kda.summarize": "kda.output",
-    "kda.scan": "kda.output",
+    "kda.summarize": "copies",
+    "kda.scan": "copies",
     "kda.output": "kda.output",
     "cache_rows": "mla.rows",
     "query": "mla.query",
@@ -62,8 +62,10 @@ OPS_OF_SPANS = {
     "mla": "norms",
     "dsa": "norms",
 }
-"""Operation of every span. Copies around the scans count as output, what lies between a layer's spans as norms."""
-SEVERAL = ("kda.prepare", "kda.scan", "indexer", "attention.dense", "attention.sparse")
+"""Operation of every span; what lies between a layer's spans counts as norms. `prepare` is a part of each scan.
+`copies`, around the scans of later fragments, count as summary where fragments lie in the middle, and else, as there is
+little of it, as output."""
+SEVERAL = ("prepare", "kda.scan", "indexer", "attention.dense", "attention.sparse")
 """Operations that one layer runs for each fragment, or for each of two groups of fragments."""
 
 
@@ -236,6 +238,11 @@ class EngineBench:
     def _tidied(self, found: Mapping[str, tuple[float, ...]], layer: LayerConfig) -> dict[str, tuple[float, ...]]:
         """Operations that the model counts once a layer are one number."""
         tidied = {op: laps if op in SEVERAL else (sum(laps),) for op, laps in found.items()}
+        if prepared := tidied.pop("prepare", ()):
+            tidied["kda.scan"] = tuple(map(sum, zip(tidied["kda.scan"], prepared, strict=True)))
+        if copies := tidied.pop("copies", ()):
+            op = "kda.summary" if "kda.summary" in tidied else "kda.output"
+            tidied[op] = (sum(tidied[op]) + sum(copies),)
         if isinstance(layer.mixer, MlaConfig) and layer.mixer.selection is not None and "attention.dense" in tidied:
             tidied["attention.short"] = tidied.pop("attention.dense")
         return tidied

@@ -204,14 +204,14 @@ def _repeated(operation: Operation, repeats: int) -> Operation:
 def _links(pair: Pair) -> tuple[Link, ...]:
     """Latency and bandwidth of what crosses two ranks of this machine: median of the calls, the slower rank's."""
 
-    def curve(method: str, copies: int = NUM_WORKERS) -> tuple[tuple[float, float], ...]:
+    def curve(method: str) -> tuple[tuple[float, float], ...]:
         points: list[tuple[float, float]] = []
         for num_bytes in LINK_BYTES:
-            ranks = pair.ask(method, num_bytes, LINK_REPEATS, copies=copies)
+            ranks = pair.ask(method, num_bytes, LINK_REPEATS)
             points.append((float(num_bytes), max(map(statistics.median, ranks))))
         return tuple(points)
 
-    gather, exchange, transport = curve("gather_s"), curve("exchange_s"), curve("transport_s", copies=1)
+    gather, exchange, transport = curve("gather_s"), curve("exchange_s"), curve("transport_s")
     measured = {"all_gather": gather, "exchange": exchange, "send": exchange}
     links = [Link(pattern=name, scope="node", ranks=NUM_WORKERS, points=points) for name, points in measured.items()]
     return (*links, Link(pattern="transport", scope="node", ranks=NUM_WORKERS, points=transport))

@@ -8,12 +8,13 @@ from longprefill.workers.model.config import MlaConfig, ModelConfig
 
 LONGEST_TOKENS = 69_632
 """Position that the farthest step reaches by default: 64 K and a step."""
+SHORTEST_TOKENS = 1024
 STEP_TOKENS = (256, 1024, 4096, 8192)
 GRID_TOKENS = STEP_TOKENS[:3]
 """Those that are timed at several starts."""
 NEAR_TOKENS = 4096
 """Start of the first steps whose queries all select."""
-LONE_TOKENS = (1024, 4096, 16384)
+LONE_TOKENS = (256, 1024, 4096, 16384)
 """Steps of which a rank that has fragments in the middle only is timed, one of two."""
 
 
@@ -22,7 +23,7 @@ def timed_steps(config: ModelConfig, longest_tokens: int) -> tuple[TimedStep, ..
     interpolated."""
     near = max(NEAR_TOKENS, _pages(2 * largest_topk(config)))
     if near + 2 * STEP_TOKENS[0] > longest_tokens:
-        near = _pages(longest_tokens // 2)
+        near = longest_tokens // PAGE_TOKENS * PAGE_TOKENS - 2 * STEP_TOKENS[0]
     far = longest_tokens - GRID_TOKENS[-1]
     starts = {near, _pages(round((near * far) ** 0.5)), far} if far > 2 * near else {near}
     found = {TimedStep(start=0, tokens=tokens, is_on_grid=tokens in GRID_TOKENS) for tokens in STEP_TOKENS}
@@ -30,6 +31,11 @@ def timed_steps(config: ModelConfig, longest_tokens: int) -> tuple[TimedStep, ..
     found |= {TimedStep(start=near, tokens=tokens, rank=1, num_ranks=2, is_on_grid=False) for tokens in LONE_TOKENS}
     fitting = [step for step in found if step.start + step.tokens <= longest_tokens]
     return tuple(sorted(fitting, key=lambda step: (step.tokens, step.start, step.rank)))
+
+
+def least_tokens(config: ModelConfig) -> int:
+    """How far steps must reach: some must begin where queries select, and some must lie between others."""
+    return max(SHORTEST_TOKENS, _pages(2 * largest_topk(config)) + 2 * STEP_TOKENS[0])
 
 
 def largest_topk(config: ModelConfig) -> int:
