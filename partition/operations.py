@@ -35,7 +35,7 @@ from longprefill.partition.work import (
 )
 
 AXES = ("rows", "keys", "parts")
-"""Extents of an operation: its rows, the visible keys of its last row, and its parts: fragments or folds."""
+"""Extents of an operation: its rows, the keys that they see on average, and its parts: fragments or folds."""
 OPERATIONS: Mapping[str, str] = MappingProxyType(
     {
         "embed": "memory",
@@ -258,7 +258,9 @@ def _attended(fragment: Fragment, mla: MlaShape, element: int, num_tp: int) -> l
     if mla.indexer is None:
         pair = 2 * mla.num_heads * (mla.nope_dim + mla.rope_dim + mla.value_dim)
         num_bytes = io_bytes + end * mla.row_bytes
-        return [Operation("attention.dense", rows, end, 1, pair * visible_keys(start, end), num_bytes)]
+        return [
+            Operation("attention.dense", rows, _mean_keys(start, end), 1, pair * visible_keys(start, end), num_bytes)
+        ]
     indexer = mla.indexer
     absorb = 2 * mla.num_heads * mla.kv_lora_rank * (mla.nope_dim + mla.value_dim)
     pair = 2 * mla.num_heads * (2 * mla.kv_lora_rank + mla.rope_dim)
@@ -267,20 +269,24 @@ def _attended(fragment: Fragment, mla: MlaShape, element: int, num_tp: int) -> l
     if border > start:
         flops = pair * selected_keys(start, border, indexer.topk, indexer.pool) + (border - start) * absorb
         num_bytes = (border - start) * io_bytes // rows + border * mla.row_bytes
-        found.append(Operation("attention.short", border - start, border, 1, flops, num_bytes))
+        found.append(Operation("attention.short", border - start, _mean_keys(start, border), 1, flops, num_bytes))
     index = 2 * indexer.num_heads * indexer.head_dim
     if index:
         pairs = -(-visible_pools(start, end, indexer.pool) // num_tp)
         own = -(-rows // num_tp)
         index_bytes = end // indexer.pool * indexer.head_dim * element + own * indexer.num_heads * indexer.head_dim
-        found.append(Operation("indexer", own, end, 1, index * pairs, index_bytes))
+        found.append(Operation("indexer", own, _mean_keys(start, end), 1, index * pairs, index_bytes))
     if border < end:
         keys = selected_keys(border, end, indexer.topk, indexer.pool)
         num_bytes = (end - border) * io_bytes // rows + keys * mla.row_bytes
-        found.append(
-            Operation("attention.sparse", end - border, end, 1, pair * keys + (end - border) * absorb, num_bytes)
-        )
+        flops = pair * keys + (end - border) * absorb
+        found.append(Operation("attention.sparse", end - border, _mean_keys(border, end), 1, flops, num_bytes))
     return found
+
+
+def _mean_keys(start: int, end: int) -> int:
+    """Keys that the rows [start, end) see on average: a position and all before it."""
+    return (start + 1 + end) // 2
 
 
 def _expanded_once(attended: list[Operation], local: Sequence[Fragment], mla: MlaShape) -> list[Operation]:
@@ -306,7 +312,7 @@ def _gqa_operations(
         Operation(
             "attention.dense",
             fragment.length,
-            fragment.end,
+            _mean_keys(fragment.start, fragment.end),
             1,
             pair * visible_keys(fragment.start, fragment.end),
             2 * fragment.length * inner * element + fragment.end * gqa.row_bytes,
