@@ -12,23 +12,26 @@ SHORTEST_TOKENS = 1024
 STEP_TOKENS = (256, 1024, 4096, 8192)
 GRID_TOKENS = STEP_TOKENS[:3]
 """Those that are timed at several starts."""
-NEAR_TOKENS = 4096
-"""Start of the first steps whose queries all select."""
+FIRST_TOKENS = 1024
+"""Where the first of these starts, or later, where all queries select."""
 LONE_TOKENS = (256, 1024, 4096, 16384)
 """Steps of which a rank that has fragments in the middle only is timed, one of two."""
 
 
 def timed_steps(config: ModelConfig, longest_tokens: int) -> tuple[TimedStep, ...]:
-    """Ascending in cost. Row counts by powers of two, visible keys near, midway and far: what lies between them is
-    interpolated."""
-    near = max(NEAR_TOKENS, _pages(2 * largest_topk(config)))
-    if near + 2 * STEP_TOKENS[0] > longest_tokens:
-        near = longest_tokens // PAGE_TOKENS * PAGE_TOKENS - 2 * STEP_TOKENS[0]
-    far = longest_tokens - GRID_TOKENS[-1]
-    starts = {near, _pages(round((near * far) ** 0.5)), far} if far > 2 * near else {near}
+    """Ascending in cost. Row counts by powers of two; visible keys too, most closely for the longest steps, as sparse
+    attention changes its form on the way. What lies between is interpolated."""
+    first = max(FIRST_TOKENS, _pages(2 * largest_topk(config)))
+    if first + 2 * STEP_TOKENS[0] > longest_tokens:
+        first = longest_tokens // PAGE_TOKENS * PAGE_TOKENS - 2 * STEP_TOKENS[0]
+    starts = [first]
+    while (following := first + 2 * (starts[-1] - first) + GRID_TOKENS[-1]) + GRID_TOKENS[-1] <= longest_tokens:
+        starts.append(following)
+    chosen = {GRID_TOKENS[0]: (starts[0], starts[-1]), GRID_TOKENS[1]: (*starts[::2], starts[-1])}
     found = {TimedStep(start=0, tokens=tokens, is_on_grid=tokens in GRID_TOKENS) for tokens in STEP_TOKENS}
-    found |= {TimedStep(start=start, tokens=tokens) for start in starts for tokens in GRID_TOKENS}
-    found |= {TimedStep(start=near, tokens=tokens, rank=1, num_ranks=2, is_on_grid=False) for tokens in LONE_TOKENS}
+    for tokens in GRID_TOKENS:
+        found |= {TimedStep(start=start, tokens=tokens) for start in chosen.get(tokens, starts)}
+    found |= {TimedStep(start=first, tokens=tokens, rank=1, num_ranks=2, is_on_grid=False) for tokens in LONE_TOKENS}
     fitting = [step for step in found if step.start + step.tokens <= longest_tokens]
     return tuple(sorted(fitting, key=lambda step: (step.tokens, step.start, step.rank)))
 

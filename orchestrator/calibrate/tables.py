@@ -108,5 +108,6 @@ def _points(
 def _is_typical(operation: Operation, shape: ShapeKey) -> bool:
     """Rows of a fragment in which top-k begins are on no grid, and those before it are neither indexed nor chosen."""
     if operation.name in ("indexer", "attention.sparse"):
-        return operation.keys - operation.rows > int(dict(shape)["index_topk"])
+        start = operation.keys - (operation.rows + 1) // 2
+        return start > int(dict(shape)["index_topk"])
     return operation.rows > 0 or operation.parts > 0
