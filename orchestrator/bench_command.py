@@ -53,3 +53,48 @@ def _measure(
             budget_s=BUDGET_S if seconds is None else seconds,
         )
     )
+
+
+@bench.command()
+@user_facing
+def needle(
+    model: Annotated[Path, typer.Option(help="A model whose tokens are bytes.")] = Path("examples/needle"),
+    lengths: Annotated[str, typer.Option(help="Tokens of the documents.")] = "4096,16384,65536",
+    depths: Annotated[int, typer.Option(help="Equal parts of a document that are told apart.")] = 10,
+    needles: Annotated[int, typer.Option(help="Facts of each task for each length and depth.")] = 4,
+    gaps: Annotated[str, typer.Option(help="Bytes between a section's header and its fact, in turn.")] = "32,128",
+    absent: Annotated[int, typer.Option(help="Questions about names that are not there, for each length.")] = 40,
+    seed: Annotated[int, typer.Option(help="Of documents and questions.")] = 0,
+    cp: Annotated[int, typer.Option(help="Context-parallel ranks.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    step_tokens: Annotated[int | None, typer.Option(help="Tokens a step, a multiple of 64; chosen by memory.")] = None,
+    dtype: Annotated[str, typer.Option(help="Compute dtype: bf16 or fp32.")] = "bf16",
+    latent_format: Annotated[str | None, typer.Option(help="Latent cache rows: bf16, fp8 or fp32.")] = None,
+    index_format: Annotated[str | None, typer.Option(help="Index keys: bf16, mxfp8 or fp32.")] = None,
+    layout: Annotated[str, typer.Option(help="How a step is cut over ranks: zigzag or contiguous.")] = "zigzag",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures and wrong answers.")] = None,
+    svg_file: Annotated[Path | None, typer.Option("--svg", help="Write the picture as SVG.")] = None,
+    png_file: Annotated[Path | None, typer.Option("--png", help="Write the picture as PNG.")] = None,
+) -> None:
+    """Facts planted in long documents: the share of right answers by length and depth, for facts that name their owner
+    and for facts whose owner stands in a header above."""
+    from longprefill.orchestrator.needle.command import measure_needles
+
+    signal.signal(signal.SIGTERM, terminate)
+    settings = {
+        "cp": cp,
+        "tp": tp,
+        "dtype": dtype,
+        "latent_format": latent_format,
+        "index_format": index_format,
+        "step_tokens": step_tokens,
+        "layout": layout,
+    }
+    measure_needles(
+        model,
+        lengths=lengths,
+        gaps=gaps,
+        settings=settings,
+        counts={"depths": depths, "needles": needles, "absent": absent, "seed": seed},
+        files={"json_file": json_file, "svg_file": svg_file, "png_file": png_file},
+    )

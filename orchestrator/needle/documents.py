@@ -57,13 +57,16 @@ class Wanted:
     gap: int = 0
 
 
-def evenly(kind: Kind, count: int, length: int, gaps: Sequence[int], rng: random.Random) -> list[Wanted]:
-    """Facts spread over a document of `length` bytes, each somewhere in its own equal share; gaps in turn."""
+def spread(count: int, length: int, gaps: Sequence[int], rng: random.Random) -> list[Wanted]:
+    """`count` sections and as many plain facts, a section and then a plain fact in each equal share of a document of
+    `length` bytes; gaps in turn."""
     share = length / count
-    return [
-        Wanted(kind=kind, middle=int((number + rng.uniform(0.2, 0.8)) * share), gap=gaps[number % len(gaps)])
-        for number in range(count)
-    ]
+    wanted: list[Wanted] = []
+    for number in range(count):
+        gap = gaps[number % len(gaps)]
+        wanted.append(Wanted(kind="section", middle=int((number + rng.uniform(0.2, 0.4)) * share), gap=gap))
+        wanted.append(Wanted(kind="plain", middle=int((number + rng.uniform(0.7, 0.9)) * share)))
+    return wanted
 
 
 def write_document(

@@ -78,16 +78,14 @@ def _everything(done: float) -> Mix:
 STAGES = (
     Stage(name="A", num_blocks=1, length=256, batch=8, steps=450, mix=_short_forms, text_rows=32, index_loss=False,
           muon_rate=0.015, adam_rate=3e-3, final_rate=0.2),
-    Stage(name="B", num_blocks=1, length=512, batch=4, steps=450, mix=_sentences, text_rows=48, index_loss=True,
-          muon_rate=0.015, adam_rate=3e-3, final_rate=0.2),
-    Stage(name="C", num_blocks=1, length=1024, batch=2, steps=900, mix=_sections, text_rows=48, index_loss=True,
-          muon_rate=0.012, adam_rate=2e-3, final_rate=0.2),
-    Stage(name="D", num_blocks=1, length=4096, batch=1, steps=350, mix=_everything, text_rows=64, index_loss=True,
+    Stage(name="B", num_blocks=1, length=512, batch=4, steps=320, mix=_sentences, text_rows=48, index_loss=True,
+          muon_rate=0.015, adam_rate=3e-3, final_rate=0.3),
+    Stage(name="C", num_blocks=1, length=1024, batch=2, steps=650, mix=_sections, text_rows=48, index_loss=True,
+          muon_rate=0.012, adam_rate=2e-3, final_rate=0.3),
+    Stage(name="D", num_blocks=1, length=4096, batch=1, steps=300, mix=_everything, text_rows=64, index_loss=True,
           muon_rate=0.010, adam_rate=2e-3, final_rate=0.05),
-    Stage(name="E", num_blocks=2, length=1024, batch=2, steps=100, mix=_everything, text_rows=64, index_loss=True,
-          muon_rate=0.006, adam_rate=1e-3, final_rate=0.5),
-    Stage(name="F", num_blocks=2, length=4096, batch=1, steps=150, mix=_everything, text_rows=64, index_loss=True,
-          muon_rate=0.006, adam_rate=1e-3, final_rate=0.03),
+    Stage(name="E", num_blocks=2, length=4096, batch=1, steps=120, mix=_everything, text_rows=64, index_loss=True,
+          muon_rate=0.005, adam_rate=1e-3, final_rate=0.03),
 )  # fmt: skip
 
 

@@ -59,8 +59,10 @@ def train(directory: Path, *, stages: tuple[str, ...], seed: int, compiled: bool
     filler = Filler("training")
     result = directory
     for number, stage in enumerate(STAGES):
+        if stage.name not in stages:
+            continue
         result = directory / f"{stage.name}.safetensors"
-        if stage.name not in stages or result.exists():
+        if result.exists():
             continue
         progress = _resume(directory, number, seed)
         _run(progress, stage, filler, directory, seed, compiled)
