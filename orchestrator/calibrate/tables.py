@@ -50,7 +50,8 @@ def step_points(step: TimedStep, sample: StepSample, model: ModelShape, copies: 
     for layer, found in zip(model.layers, sample.layers, strict=True):
         counted: dict[str, list[Operation]] = defaultdict(list)
         for operation in layer_operations(layout, layer, model, LayerPlace())[step.rank].all:
-            counted[operation.name].append(operation)
+            if _selects(operation, layer):
+                counted[operation.name].append(operation)
         output = "mla.output" if isinstance(layer.mixer, MlaShape) else "kda.output"
         measured = dict(found)
         # what an attention layer copies between its spans belongs to it, not to the norms that every layer has
@@ -105,9 +106,20 @@ def _points(
     ]
 
 
+def _selects(operation: Operation, layer: LayerShape) -> bool:
+    """False for an indexer whose rows all see top-k keys or fewer: the model counts it, the engine leaves it out."""
+    if operation.name != "indexer" or not isinstance(layer.mixer, MlaShape) or layer.mixer.indexer is None:
+        return True
+    return _start(operation) + operation.rows > layer.mixer.indexer.topk
+
+
 def _is_typical(operation: Operation, shape: ShapeKey) -> bool:
     """Rows of a fragment in which top-k begins are on no grid, and those before it are neither indexed nor chosen."""
     if operation.name in ("indexer", "attention.sparse"):
-        start = operation.keys - (operation.rows + 1) // 2
-        return start > int(dict(shape)["index_topk"])
+        return _start(operation) > int(dict(shape)["index_topk"])
     return operation.rows > 0 or operation.parts > 0
+
+
+def _start(operation: Operation) -> int:
+    """Position of the first row, of an operation that tells what its rows see on average."""
+    return operation.keys - (operation.rows + 1) // 2

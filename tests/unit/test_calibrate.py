@@ -80,6 +80,19 @@ def test_the_engine_runs_what_the_work_model_counts(family: str) -> None:
             assert all(seconds >= 0 for laps in layer.values() for seconds in laps)
 
 
+def test_rows_that_see_few_keys_are_not_indexed() -> None:
+    """A fragment before top-k, one in which it begins, one behind it."""
+    config = config_from(RAW_CONFIGS["longprefill_hybrid", "tiny"] | {"index_topk": 192})
+    bench = bench_of(config)
+    shape = model_shape(bench.config, SETTINGS)
+    for tokens, num_indexed in ((256, 0), (512, 1), (1024, 1)):
+        step = TimedStep(start=0, tokens=tokens)
+        sample = bench.step(step)
+        assert len(sample.layers[-1].get("indexer", ())) == 1 + (tokens > 256)
+        points = [point for point in step_points(step, sample, shape, 1) if point.operation.name == "indexer"]
+        assert len(points) == num_indexed
+
+
 def test_measured_points_come_back_exactly_from_the_file(tmp_path: Path) -> None:
     bench = bench_of(tiny("longprefill_hybrid"))
     shape = model_shape(bench.config, SETTINGS)
