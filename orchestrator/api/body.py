@@ -91,7 +91,7 @@ def check(value: dict[str, Any], kind: type[Parameters], *, from_texts: bool = F
         ApiError: 400 for the first thing that is wrong.
     """
     try:
-        return kind.model_validate_strings(value) if from_texts else kind.model_validate(value)
+        return kind.model_validate(value, strict=False if from_texts else None)
     except ValidationError as error:
         raise _as_refusal(error.errors(include_url=False, include_context=False)) from None
 

@@ -126,7 +126,9 @@ def _check_address(wanted: dict[str, Any]) -> None:
     """A cluster has one Serve: one that runs already keeps its own address."""
     from ray.serve.context import _get_global_client
 
-    found = _get_global_client().http_config
+    client = _get_global_client()
+    assert client is not None, "Serve was just started"
+    found = client.http_config
     for name in ("host", "port", "ssl_certfile"):
         if getattr(found, name) != wanted.get(name):
             raise ConfigError(
