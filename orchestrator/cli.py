@@ -5,12 +5,16 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from longprefill.orchestrator.bench_command import bench
 from longprefill.orchestrator.command_edge import end, terminate, user_facing
+
+if TYPE_CHECKING:
+    from longprefill.partition.generators import LayoutKind
+    from longprefill.partition.work import Exchange
 
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 """What the option parser raises for any wrong call; typer has had two homes for it."""
@@ -153,6 +157,56 @@ def doctor(
     from longprefill.orchestrator.doctor import print_diagnosis
 
     print_diagnosis(as_json=as_json)
+
+
+@app.command()
+@user_facing
+def plan(
+    model: Annotated[str, typer.Option(help="Directory with a config.json, or a shipped name: kimi_linear, ...")],
+    tokens: Annotated[int, typer.Option(help="Length of the prompt.")],
+    cluster: Annotated[Path, typer.Option(help="TOML file of machines, devices and links.")],
+    cached: Annotated[int, typer.Option(help="Tokens of it that pages and a state already stand for.")] = 0,
+    concurrent: Annotated[int, typer.Option(help="Equal prompts that come together.")] = 1,
+    devices: Annotated[
+        str | None, typer.Option(help="Devices to use; several, as in 16,32,64: a scaling table.")
+    ] = None,
+    deadline_s: Annotated[float | None, typer.Option(help="The fewest devices that are this fast.")] = None,
+    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks; chosen.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks; chosen.")] = None,
+    expert_parallel: Annotated[
+        bool | None, typer.Option("--expert-parallel/--no-expert-parallel", help="Spread the experts; chosen.")
+    ] = None,
+    step_tokens: Annotated[int | None, typer.Option(help="Tokens a step, a multiple of 64; chosen.")] = None,
+    layout: Annotated[str | None, typer.Option(help="zigzag or contiguous; chosen.")] = None,
+    exchange: Annotated[str | None, typer.Option(help="all_gather, head_transposed or relay; chosen.")] = None,
+    dtype: Annotated[str, typer.Option(help="Compute dtype: bf16 or fp32.")] = "bf16",
+    latent_format: Annotated[str | None, typer.Option(help="Latent cache rows: bf16, fp8 or fp32.")] = None,
+    index_format: Annotated[str | None, typer.Option(help="Index keys: bf16, mxfp8 or fp32.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan as JSON; - prints it.")] = None,
+) -> None:
+    """Plan a prefill on a cluster: mesh, steps, layout, exchange, memory, time, and why not otherwise."""
+    from longprefill.orchestrator.plan_command import PlanRequest, device_numbers
+    from longprefill.orchestrator.plan_command import plan as make_plan
+
+    request = PlanRequest(
+        model=model,
+        tokens=tokens,
+        cluster=cluster,
+        cached=cached,
+        concurrent=concurrent,
+        devices=device_numbers(devices),
+        deadline_s=deadline_s,
+        cp=cp,
+        tp=tp,
+        expert_parallel=expert_parallel,
+        step_tokens=step_tokens,
+        layout=cast("LayoutKind | None", layout),
+        exchange=cast("Exchange | None", exchange),
+        dtype=dtype,
+        latent_format=latent_format,
+        index_format=index_format,
+    )
+    make_plan(request, json_file)
 
 
 @app.command()

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, get_args
 
-from longprefill.partition.halo import RowSource, halo_moves
 from longprefill.partition.layout import Fragment, Layout
 from longprefill.partition.row_work import (
     expansion_row_flops,
@@ -221,11 +220,13 @@ def imbalance(layouts: Layout | Sequence[Layout], model: ModelShape, exchange: E
 
 
 def halo_flops(layout: Layout, kda: KdaShape, hidden: int) -> list[int]:
-    """Projections of the halo rows that came from another rank or fragment of this step, for every rank."""
+    """Projections of the halo rows that lie in this step, for every rank: the W - 1 rows before each fragment, fewer
+    behind the slice's start (what lies before that comes projected, from the boundary state)."""
     counts = [0] * layout.num_ranks
-    for move in halo_moves(layout, max(kda.conv_width - 1, 0)):
-        if isinstance(move.source, RowSource):
-            counts[move.fragment.rank] += 2 * hidden * kda.conv_channels
+    width = max(kda.conv_width - 1, 0)
+    for piece in layout.slices:
+        for fragment in layout.chain(piece.job):
+            counts[fragment.rank] += min(width, fragment.start - piece.start) * 2 * hidden * kda.conv_channels
     return counts
 
 

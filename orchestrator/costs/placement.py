@@ -17,6 +17,8 @@ class Placement:
     """Context-parallel ranks on the fullest machine."""
     profiles: tuple[DeviceProfile, ...]
     """One for all ranks, or one for each context-parallel rank."""
+    cp_least_per_node: int | None = None
+    """Context-parallel ranks on the emptiest machine, where machines differ."""
     network: tuple[Link, ...] = ()
     """Between machines; takes the place of the profiles' own network links."""
 
@@ -41,5 +43,7 @@ class Placement:
 
     @property
     def remote_share(self) -> float:
-        """Of what a rank receives from all its context-parallel peers, the share that comes from other machines."""
-        return (self.cp - self.cp_per_node) / (self.cp - 1) if self.cp > 1 else 0.0
+        """Of what a rank receives from all its context-parallel peers, the share that comes from other machines: for
+        the rank with fewest peers beside it."""
+        beside = self.cp_least_per_node or self.cp_per_node
+        return (self.cp - beside) / (self.cp - 1) if self.cp > 1 else 0.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from longprefill.orchestrator.costs.exchanges import ExchangeCosts
@@ -85,33 +85,60 @@ Seconds = defaultdict[str, float]
 """By part."""
 
 
-@dataclass(slots=True)
+class _Group:
+    """Operations that every rank runs without an exchange in between: seconds by part, and their sum, for each rank."""
+
+    __slots__ = ("parts", "runs", "totals")
+
+    def __init__(self, parts: list[Seconds]) -> None:
+        self.parts = parts
+        self.totals = [sum(found.values()) for found in parts]
+        self.runs = 0
+
+
 class _Clocks:
     """Time of each chosen rank, and where it went."""
 
-    now: list[float]
-    parts: list[Seconds]
-    exposed: Seconds = field(default_factory=lambda: defaultdict(float))
+    def __init__(self, num_ranks: int) -> None:
+        self.now = [0.0] * num_ranks
+        self.waiting = [0.0] * num_ranks
+        self.exposed: Seconds = defaultdict(float)
+        self._groups: dict[int, _Group] = {}
 
-    def run(self, seconds: Sequence[Seconds]) -> None:
+    def run(self, group: _Group) -> None:
         """Every rank works."""
-        for rank, found in enumerate(seconds):
-            self.now[rank] += sum(found.values())
-            _add(self.parts[rank], found)
+        self.now = [now + seconds for now, seconds in zip(self.now, group.totals, strict=True)]
+        self.count(group)
+
+    def count(self, group: _Group) -> None:
+        """The group's seconds count once more, whoever moved the clocks."""
+        group.runs += 1
+        self._groups[id(group)] = group
 
     def meet(self, name: str, seconds: float) -> None:
         """All ranks wait for the last one, then for the exchange."""
         last = max(self.now)
-        for rank, now in enumerate(self.now):
-            self.parts[rank]["waiting"] += last - now
-            self.now[rank] = last + seconds
-        self.pay(name, seconds, is_counted=True)
+        self.waiting = [waited + last - now for waited, now in zip(self.waiting, self.now, strict=True)]
+        self.now = [last + seconds] * len(self.now)
+        self.exposed[name] += seconds
 
-    def pay(self, name: str, seconds: float, *, is_counted: bool = False) -> None:
+    def pay(self, name: str, seconds: float) -> None:
         """Every rank spends the same on something that is no work."""
         self.exposed[name] += seconds
-        if not is_counted:
-            self.now = [now + seconds for now in self.now]
+        self.now = [now + seconds for now in self.now]
+
+    def parts(self, rank: int) -> Seconds:
+        """A rank's work by part."""
+        total: Seconds = defaultdict(float)
+        for group in self._groups.values():
+            for name, seconds in group.parts[rank].items():
+                total[name] += group.runs * seconds
+        return total
+
+    def work_s(self) -> list[float]:
+        """Work of every rank."""
+        groups = self._groups.values()
+        return [sum(group.runs * group.totals[rank] for group in groups) for rank in range(len(self.now))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,21 +214,21 @@ class _Step:
         self.num_ending = num_ending
         self.ranks = _chosen(layout)
         self.exchanges = ExchangeCosts(layout, costs.model, costs.placement)
-        self.clocks = _Clocks([0.0] * len(self.ranks), [defaultdict(float) for _ in self.ranks])
-        self._mixing: dict[int, list[Seconds]] = {}
+        self.clocks = _Clocks(len(self.ranks))
+        self._mixing: dict[int, _Group] = {}
 
     def time(self) -> StepTime:
         costs, clocks = self.costs, self.clocks
         overheads = costs.placement.profiles[0].overheads
         embed, head = edge_operations(self.layout, costs.model, costs.placement.tp, self.num_ending)
         first = costs.model.layers[0]
-        clocks.run([self._seconds(rank, (embed,), first) for rank in self.ranks])
+        clocks.run(_Group([self._seconds(rank, (embed,), first) for rank in self.ranks]))
         for number, layer in enumerate(costs.model.layers):
             self._layer(layer, costs.sources[number])
             clocks.pay("host", overheads.layer_s)
         self._mix(costs.sources[-1])
         if self.num_ending:
-            clocks.run([self._seconds(rank, (head,), first) for rank in self.ranks])
+            clocks.run(_Group([self._seconds(rank, (head,), first) for rank in self.ranks]))
         clocks.meet("boundary state", self.exchanges.boundary_s())
         clocks.pay("host", overheads.step_s)
         return self._result()
@@ -209,7 +236,7 @@ class _Step:
     def work_s(self, layer: LayerShape) -> float:
         """The fullest rank's seconds in one layer."""
         groups = self._work(layer).values()
-        return max(sum(sum(ranks[n].values()) for ranks in groups) for n in range(len(self.ranks)))
+        return max(sum(group.totals[n] for group in groups) for n in range(len(self.ranks)))
 
     def _layer(self, layer: LayerShape, sources: int) -> None:
         clocks, exchanges, options = self.clocks, self.exchanges, self.costs.options
@@ -236,26 +263,22 @@ class _Step:
         clocks.run(work["ffn"])
         self._mix(sources)
 
-    def _gather_beside(self, rows_s: float, beside: Sequence[Seconds]) -> None:
+    def _gather_beside(self, rows_s: float, beside: _Group) -> None:
         """The gather of cache rows starts when every rank has its own; a rank needs it after its query side."""
         clocks = self.clocks
         if not rows_s:
             clocks.run(beside)
             return
+        clocks.count(beside)
         overlap = self.costs.placement.profiles[0].overheads.overlap
         started = max(clocks.now)
-        exposed: list[float] = []
-        for rank, found in enumerate(beside):
-            work_s = sum(found.values())
-            ready = clocks.now[rank] + work_s
-            _add(clocks.parts[rank], found)
-            clocks.parts[rank]["waiting"] += max(started - ready, 0.0)
-            exposed.append(rows_s - overlap * min(rows_s, work_s))
-            clocks.now[rank] = max(ready, started) + exposed[-1]
-        # what differs between ranks counts as waiting
+        exposed = [rows_s - overlap * min(rows_s, work_s) for work_s in beside.totals]
         least = min(exposed)
-        for rank, seconds in enumerate(exposed):
-            clocks.parts[rank]["waiting"] += seconds - least
+        for rank, work_s in enumerate(beside.totals):
+            ready = clocks.now[rank] + work_s
+            # what differs between ranks counts as waiting
+            clocks.waiting[rank] += max(started - ready, 0.0) + exposed[rank] - least
+            clocks.now[rank] = max(ready, started) + exposed[rank]
         clocks.exposed["cache rows"] += least
 
     def _mix(self, sources: int) -> None:
@@ -264,28 +287,29 @@ class _Step:
             return
         if sources not in self._mixing:
             model, first = self.costs.model, self.costs.model.layers[0]
-            self._mixing[sources] = []
+            found: list[Seconds] = []
             for rank in self.ranks:
                 own = -(-self.layout.row_counts[rank] // self.costs.placement.tp)
                 _, mixing = residual_operations(model, own, sources)
-                self._mixing[sources].append(self._seconds(rank, (mixing,), first))
+                found.append(self._seconds(rank, (mixing,), first))
+            self._mixing[sources] = _Group(found)
         self.clocks.run(self._mixing[sources])
 
-    def _work(self, layer: LayerShape) -> dict[str, list[Seconds]]:
+    def _work(self, layer: LayerShape) -> dict[str, _Group]:
         """Seconds of each chosen rank by part, for each group of the layer's operations."""
         known = self._works.get(layer)
         if known is None:
             place = LayerPlace(exchange=self.costs.options.exchange, num_tp=self.costs.placement.tp)
             works = layer_operations(self.layout, layer, self.costs.model, place, self.ranks)
             known = {
-                name: [self._seconds(r, _group(w, name), layer) for r, w in zip(self.ranks, works, strict=True)]
+                name: _Group([self._seconds(r, _group(w, name), layer) for r, w in zip(self.ranks, works, strict=True)])
                 for name in ("before", "beside", "after", "route", "ffn")
             }
             self._works[layer] = known
         return known
 
     @cached_property
-    def _works(self) -> dict[LayerShape, dict[str, list[Seconds]]]:
+    def _works(self) -> dict[LayerShape, dict[str, _Group]]:
         return {}
 
     def _seconds(self, rank: int, operations: Sequence[Operation], layer: LayerShape) -> Seconds:
@@ -295,25 +319,19 @@ class _Step:
             found[PARTS[operation.name]] += self.costs.operation_seconds(rank, operation, shape)
         return found
 
-    def _longest_scan(self, work: Mapping[str, Sequence[Seconds]]) -> float:
+    def _longest_scan(self, work: Mapping[str, _Group]) -> float:
         """Scan seconds of one fragment, of the rank that has most."""
-        most = max(a["kda"] + b["kda"] for a, b in zip(work["before"], work["after"], strict=True))
+        most = max(a["kda"] + b["kda"] for a, b in zip(work["before"].parts, work["after"].parts, strict=True))
         return most / max(len(self.layout.local(rank)) for rank in self.ranks)
 
     def _result(self) -> StepTime:
         clocks = self.clocks
-        least = min(range(len(self.ranks)), key=lambda rank: clocks.parts[rank]["waiting"])
-        parts = dict(clocks.parts[least])
-        waiting_s = parts.pop("waiting", 0.0)
-        works = [sum(found.values()) - found["waiting"] for found in clocks.parts]
+        least = min(range(len(self.ranks)), key=lambda rank: clocks.waiting[rank])
+        works = clocks.work_s()
         exposed = {name: seconds for name, seconds in clocks.exposed.items() if seconds}
         host_s = exposed.pop("host", 0.0)
         relay_s = exposed.pop("relay", 0.0)
-        if waiting_s + relay_s:
-            parts["waiting"] = waiting_s + relay_s
-        parts |= exposed
-        if host_s:
-            parts["host"] = host_s
+        parts = {**clocks.parts(least), **exposed, "waiting": clocks.waiting[least] + relay_s, "host": host_s}
         return StepTime(
             seconds=max(clocks.now),
             parts={name: seconds for name, seconds in parts.items() if seconds},

@@ -1,0 +1,286 @@
+"""What a candidate needs and takes: memory of its fullest rank, seconds to the first token, bytes that travel."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+
+from longprefill.orchestrator.costs.prompt import PromptTime, prompt_time
+from longprefill.orchestrator.costs.rates import LinkRates
+from longprefill.orchestrator.costs.step import StepCosts, StepOptions, StepTime
+from longprefill.orchestrator.memory import KERNEL_BYTES, PROCESS_BYTES, RankMemory, step_bytes_per_token, weight_bytes
+from longprefill.orchestrator.plan import ClusterSettings, cache_bytes_per_page
+from longprefill.orchestrator.planner.candidate import Candidate, PlanRequest
+from longprefill.orchestrator.planner.machines import Machines, Site
+from longprefill.orchestrator.shapes import model_shape
+from longprefill.partition.generators import LayoutKind, generate
+from longprefill.partition.layout import PAGE_TOKENS, Slice
+from longprefill.partition.shapes import KdaShape, MlaShape, ModelShape
+from longprefill.partition.traffic import step_traffic
+from longprefill.workers.model.config import ModelConfig
+from longprefill.workers.model.sharding import MeshPlace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A candidate's seconds and memory."""
+
+    candidate: Candidate
+    ttft_s: float
+    """Mean over all concurrent prompts, from their arrival to their first token."""
+    prompt: PromptTime
+    """One prompt, or those that share their step."""
+    handoff_s: float
+    """Of the hand-off, what no step hides."""
+    queue_s: float
+    """Mean wait for prompts before it on the same group."""
+    num_groups: int
+    memory: RankMemory
+    site: Site
+
+    @property
+    def prefill_s(self) -> float:
+        return self.prompt.seconds
+
+
+class Evaluator:
+    """One model, one request, one set of machines."""
+
+    def __init__(self, config: ModelConfig, request: PlanRequest, machines: Machines, *, has_decode: bool) -> None:
+        self.config = config
+        self.request = request
+        self.machines = machines
+        self.has_decode = has_decode
+        self._shapes: dict[tuple[int, int | None, str, str], ModelShape] = {}
+        self._weights: dict[tuple[int, int | None], int] = {}
+        self._costs: dict[tuple[object, ...], StepCosts] = {}
+
+    def with_tokens(self, num_tokens: int) -> Evaluator:
+        """The same for one prompt of another length, with nothing cached."""
+        other = copy(self)
+        other.request = replace(self.request, tokens=num_tokens, cached=0, concurrent=1)
+        return other
+
+    def settings(self, latent_format: str, index_format: str) -> ClusterSettings:
+        """The engine's settings that sizes follow from."""
+        return ClusterSettings(
+            model_dir=self.request.model,
+            dtype=self.request.dtype,
+            latent_format=latent_format,
+            index_format=index_format,
+        )
+
+    @property
+    def item_bytes(self) -> int:
+        return 2 if self.request.dtype == "bf16" else 4
+
+    def shape(self, candidate: Candidate) -> ModelShape:
+        """The model as one rank of the candidate's mesh holds it."""
+        world = candidate.num_devices if candidate.is_expert_parallel else None
+        key = (candidate.tp, world, candidate.latent_format, candidate.index_format)
+        if key not in self._shapes:
+            settings = self.settings(candidate.latent_format, candidate.index_format)
+            self._shapes[key] = model_shape(self.config, settings, self._place(candidate))
+        return self._shapes[key]
+
+    def memory(self, candidate: Candidate) -> RankMemory:
+        """Bytes of the fullest rank: weights, caches of the jobs that it holds at once, a step's activations."""
+        request = self.request
+        num_pages = candidate.jobs_per_step * -(-request.tokens // PAGE_TOKENS)
+        settings = self.settings(candidate.latent_format, candidate.index_format)
+        cache = num_pages * cache_bytes_per_page(self.config, settings)
+        if candidate.is_cache_sharded:
+            # its own rows, and one layer's rows of everything while that layer runs
+            widest = max((_row_bytes(layer.mixer) for layer in self.shape(candidate).layers), default=0)
+            cache = -(-cache // candidate.cp) + ceil(num_pages * PAGE_TOKENS * widest)
+        cache += 2 * candidate.jobs_per_step * state_bytes(self.shape(candidate))
+        rows = min(candidate.step_tokens, num_pages * PAGE_TOKENS)
+        per_token = step_bytes_per_token(self.config, self.item_bytes, candidate.num_devices)
+        return RankMemory(
+            process=PROCESS_BYTES,
+            weights=self.weights(candidate),
+            cache=cache,
+            step=KERNEL_BYTES + rows * per_token,
+        )
+
+    def weights(self, candidate: Candidate) -> int:
+        """Weights of the fullest rank: of the last one, whose runs of experts and columns are never the shorter."""
+        world = candidate.num_devices if candidate.is_expert_parallel else None
+        key = (candidate.tp, world)
+        if key not in self._weights:
+            places = {0, candidate.num_devices - 1} if candidate.is_expert_parallel else {0, candidate.tp - 1}
+            self._weights[key] = max(
+                weight_bytes(self.config, self.item_bytes, self._place(candidate, rank)) for rank in places
+            )
+        return self._weights[key]
+
+    def largest_step(self, candidate: Candidate, memory_bytes: int) -> int:
+        """Tokens of the longest step that fits, a multiple of 2P pages where it can be; 0: not even one page does."""
+        rest = self.memory(replace(candidate, step_tokens=PAGE_TOKENS))
+        per_token = step_bytes_per_token(self.config, self.item_bytes, candidate.num_devices)
+        room = (memory_bytes - rest.total) // per_token + PAGE_TOKENS
+        unit = 2 * candidate.cp * PAGE_TOKENS
+        unit = unit if room >= unit else PAGE_TOKENS
+        return max(room // unit * unit, 0)
+
+    def estimate(self, candidate: Candidate) -> Estimate | None:
+        """Seconds and memory; None: no room on the machines."""
+        site = self.machines.site(candidate.cp, candidate.tp)
+        if site is None:
+            return None
+        request = self.request
+        prompt = prompt_time(
+            self.costs(candidate, site),
+            request.tokens,
+            candidate.step_tokens,
+            candidate.layout,
+            start=request.cached,
+            num_jobs=candidate.jobs_per_step,
+        )
+        return self._finished(candidate, site, prompt)
+
+    def rough(self, candidate: Candidate) -> Estimate | None:
+        """`estimate` from one step in the middle, times the number of steps: a step's time is near linear in its
+        start."""
+        site = self.machines.site(candidate.cp, candidate.tp)
+        if site is None:
+            return None
+        request = self.request
+        rest = request.tokens - request.cached
+        num_steps = -(-rest // candidate.step_tokens)
+        if num_steps <= 2 or candidate.jobs_per_step > 1:
+            return self.estimate(candidate)
+        middle = request.cached + (rest - candidate.step_tokens) // 2 // PAGE_TOKENS * PAGE_TOKENS
+        time = self.step(candidate, candidate.layout, middle)
+        steps = rest / candidate.step_tokens
+        prompt = PromptTime(
+            seconds=steps * time.seconds,
+            num_steps=num_steps,
+            parts={name: steps * seconds for name, seconds in time.parts.items()},
+            max_work_s=steps * time.max_work_s,
+            mean_work_s=steps * time.mean_work_s,
+            waiting_s=steps * time.waiting_s,
+            exposed_s=steps * time.exposed_s,
+            host_s=steps * time.host_s,
+            first_step_s=time.seconds,
+            last_step_s=time.seconds,
+        )
+        return self._finished(candidate, site, prompt)
+
+    def step(self, candidate: Candidate, layout: LayoutKind, start: int) -> StepTime:
+        """One step of the candidate's size from a position on."""
+        site = self.machines.site(candidate.cp, candidate.tp)
+        assert site is not None
+        piece = Slice(job=0, start=start, end=start + candidate.step_tokens)
+        return self.costs(candidate, site).step([piece], layout)
+
+    def costs(self, candidate: Candidate, site: Site) -> StepCosts:
+        """Costs of the candidate's steps on its site."""
+        options = StepOptions(
+            exchange=candidate.exchange,
+            is_cache_sharded=candidate.is_cache_sharded,
+            is_expert_parallel=candidate.is_expert_parallel,
+        )
+        key = (candidate.cp, candidate.tp, candidate.latent_format, candidate.index_format, options)
+        if key not in self._costs:
+            self._costs[key] = StepCosts(self.shape(candidate), site.placement, options)
+        return self._costs[key]
+
+    def traffic(self, candidate: Candidate) -> dict[str, int]:
+        """Bytes that the fullest rank receives from context-parallel peers over the whole prompt, by operation."""
+        request = self.request
+        rest = request.tokens - request.cached
+        length = min(candidate.step_tokens, rest)
+        layout = generate(candidate.layout, [Slice(job=0, start=0, end=length)], candidate.cp)
+        steps = candidate.jobs_per_step * rest / length
+        found: Counter[str] = Counter()
+        for name, ranks in step_traffic(layout, self.shape(candidate), candidate.exchange).items():
+            most = max(rank.received_bytes for rank in ranks)
+            if name == "cache_rows" and candidate.is_cache_sharded:
+                most = most * (request.tokens + request.cached + length) // (2 * length)
+            found[name] += int(most * steps)
+        return {name: size for name, size in found.items() if size}
+
+    def handoff_bytes(self, candidate: Candidate, num_tokens: int) -> int:
+        """Pages of so many tokens, all layers."""
+        settings = self.settings(candidate.latent_format, candidate.index_format)
+        return -(-num_tokens // PAGE_TOKENS) * cache_bytes_per_page(self.config, settings)
+
+    def _finished(self, candidate: Candidate, site: Site, prompt: PromptTime) -> Estimate:
+        request = self.request
+        num_groups = max(self.machines.num_slots(candidate.tp) // candidate.cp, 1)
+        rounds = ceil(request.concurrent / (num_groups * candidate.jobs_per_step))
+        handoff_s = self._handoff_s(candidate, site, prompt)
+        queue_s = prompt.seconds * _mean_wait(request.concurrent, num_groups * candidate.jobs_per_step, rounds)
+        return Estimate(
+            candidate=candidate,
+            ttft_s=prompt.seconds + handoff_s + queue_s,
+            prompt=prompt,
+            handoff_s=handoff_s,
+            queue_s=queue_s,
+            num_groups=num_groups,
+            memory=self.memory(candidate),
+            site=site,
+        )
+
+    def _handoff_s(self, candidate: Candidate, site: Site, prompt: PromptTime) -> float:
+        """What of the hand-off the steps do not hide: the last step's pages and the state, or a backlog."""
+        if not self.has_decode:
+            return 0.0
+        request = self.request
+        pages = candidate.jobs_per_step * self.handoff_bytes(candidate, request.tokens - request.cached)
+        last = pages // prompt.num_steps + candidate.jobs_per_step * state_bytes(self.shape(candidate)) * candidate.tp
+        last += candidate.jobs_per_step * 4 * self.config.vocab_size
+        profile = site.placement.profiles[0]
+        links = LinkRates((*site.placement.network, *profile.links), profile.name)
+        scope = "network" if site.num_machines > 1 or len(self.machines.machines) > 1 else "node"
+        last_s, all_s = (
+            links.seconds("transport", scope, ranks=2, num_bytes=-(-size // candidate.num_devices))
+            for size in (last, pages + last)
+        )
+        return max(last_s, all_s - (prompt.seconds - prompt.first_step_s))
+
+    def _place(self, candidate: Candidate, rank: int = 0) -> MeshPlace:
+        return MeshPlace.of(
+            rank, num_cp=candidate.cp, num_tp=candidate.tp, expert_parallel=candidate.is_expert_parallel
+        )
+
+    @cached_property
+    def has_experts(self) -> bool:
+        return any(hasattr(layer.ffn, "num_experts") for layer in self.config.layers)
+
+
+def state_bytes(model: ModelShape) -> int:
+    """KDA states and conv tails of one job, as one tensor-parallel rank holds them."""
+    return sum(
+        layer.mixer.state_bytes + max(layer.mixer.conv_width - 1, 0) * layer.mixer.conv_channels * model.element_bytes
+        for layer in model.layers
+        if isinstance(layer.mixer, KdaShape)
+    )
+
+
+def _row_bytes(mixer: object) -> float:
+    if not isinstance(mixer, MlaShape):
+        return 0.0
+    return mixer.row_bytes + (0.0 if mixer.indexer is None else mixer.indexer.key_bytes / mixer.indexer.pool)
+
+
+def _mean_wait(num_prompts: int, at_once: int, rounds: int) -> float:
+    """Mean number of rounds that a prompt waits when `at_once` run together."""
+    waited = sum(min(at_once, num_prompts - done * at_once) * done for done in range(min(rounds, 100_000)))
+    return waited / num_prompts
+
+
+def limits(memory: RankMemory) -> Mapping[str, int]:
+    """A rank's memory by what it is for."""
+    return {
+        "process": memory.process,
+        "weights": memory.weights,
+        "cache": memory.cache,
+        "step": memory.step,
+        "total": memory.total,
+    }

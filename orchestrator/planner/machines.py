@@ -1,0 +1,137 @@
+"""The cluster as machines with devices, and where the ranks of a mesh would be on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longprefill.orchestrator.costs.placement import Placement
+from longprefill.orchestrator.costs.profile import DeviceProfile, Link
+from longprefill.orchestrator.costs.profile_file import find_profile
+from longprefill.orchestrator.simulator.cluster import Cluster, ClusterError, NetworkSettings, NodeSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One machine: equal devices that share its links."""
+
+    num_devices: int
+    profile: DeviceProfile
+    memory_bytes: int
+    """Of one device."""
+
+    @property
+    def speed(self) -> float:
+        """What machines are ordered by: the sustained rate of products; 0 where only tables are given."""
+        rate = self.profile.rates.get("gemm")
+        return rate.flops_per_s * rate.efficiency if rate else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where a mesh runs."""
+
+    placement: Placement
+    memory_bytes: int
+    """Of the smallest device that it uses."""
+    num_machines: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """All machines, fastest and largest first."""
+
+    machines: tuple[Machine, ...]
+    network: NetworkSettings | None
+
+    @property
+    def num_devices(self) -> int:
+        return sum(machine.num_devices for machine in self.machines)
+
+    def num_slots(self, num_tp: int) -> int:
+        """Tensor-parallel groups of a size that the machines hold; none crosses machines."""
+        return sum(machine.num_devices // num_tp for machine in self.machines)
+
+    def site(self, num_cp: int, num_tp: int) -> Site | None:
+        """The first machines that hold the mesh; None when there is no room."""
+        taken: list[tuple[Machine, int]] = []
+        missing = num_cp
+        for machine in self.machines:
+            slots = min(machine.num_devices // num_tp, missing)
+            if slots:
+                taken.append((machine, slots))
+                missing -= slots
+        if missing:
+            return None
+        kinds = {id(machine.profile): machine.profile for machine, _ in taken}
+        profiles = tuple(kinds.values())
+        if len(kinds) > 1:
+            profiles = tuple(machine.profile for machine, slots in taken for _ in range(slots))
+        per_node = max(slots for _, slots in taken)
+        placement = Placement(
+            cp=num_cp,
+            tp=num_tp,
+            cp_per_node=per_node,
+            cp_least_per_node=min(slots for _, slots in taken),
+            profiles=profiles,
+            network=self._network(per_node * num_tp) if len(taken) > 1 else (),
+        )
+        return Site(
+            placement=placement,
+            memory_bytes=min(machine.memory_bytes for machine, _ in taken),
+            num_machines=len(taken),
+        )
+
+    def _network(self, devices: int) -> tuple[Link, ...]:
+        """The cluster's own network, of which each of a machine's devices has a share."""
+        network = self.network
+        if network is None:
+            return ()
+        rates = [network.bytes_per_s, network.node_bytes_per_s and network.node_bytes_per_s / devices]
+        return (
+            Link(
+                pattern="any",
+                scope="network",
+                latency_s=network.latency_s,
+                message_s=network.message_s,
+                bytes_per_s=min(rate for rate in rates if rate),
+            ),
+        )
+
+
+def machines_of(cluster: Cluster, where: str, num_devices: int | None = None) -> Machines:
+    """The machines of a cluster file: its [[nodes]], else its fleet's units; the first `num_devices` of them.
+
+    Raises:
+        UserError: no device is named or known, its memory is not given, or there are fewer devices.
+    """
+    fleet = cluster.fleet
+    kinds = cluster.nodes or (NodeSettings(count=fleet.num_units, devices=fleet.devices_per_unit),)
+    machines: list[Machine] = []
+    for kind in kinds:
+        name = kind.device or cluster.costs.device
+        if name is None:
+            raise ClusterError(
+                f"{where} names no device: add device = NAME to [[nodes]] or [costs] (a shipped profile, or the file "
+                "that longprefill bench --calibrate writes)"
+            )
+        profile = find_profile(name)
+        memory = kind.memory_bytes or profile.memory_bytes
+        if memory is None:
+            raise ClusterError(f"{where}: device {name} has no memory size: add memory_gib to its [[nodes]]")
+        machines += [Machine(num_devices=kind.devices, profile=profile, memory_bytes=memory)] * kind.count
+    machines.sort(key=lambda machine: (machine.speed, machine.num_devices), reverse=True)
+    everything = Machines(machines=tuple(machines), network=cluster.network)
+    return everything if num_devices is None else _first(everything, num_devices, where)
+
+
+def _first(machines: Machines, num_devices: int, where: str) -> Machines:
+    if not 1 <= num_devices <= machines.num_devices:
+        raise ClusterError(f"--devices {num_devices}: {where} has {machines.num_devices}: use 1 to that many")
+    kept: list[Machine] = []
+    missing = num_devices
+    for machine in machines.machines:
+        if missing:
+            devices = min(machine.num_devices, missing)
+            kept.append(Machine(num_devices=devices, profile=machine.profile, memory_bytes=machine.memory_bytes))
+            missing -= devices
+    return Machines(machines=tuple(kept), network=machines.network)

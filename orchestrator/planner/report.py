@@ -1,0 +1,203 @@
+"""A choice as JSON and as text. Every figure is modelled, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from longprefill.orchestrator.planner.crossovers import Crossovers
+from longprefill.orchestrator.planner.evaluate import Estimate, Evaluator, limits
+from longprefill.orchestrator.planner.search import Choice
+
+WIDTH = 118
+
+
+def document(evaluator: Evaluator, choice: Choice, borders: Crossovers) -> dict[str, object]:
+    """The JSON object of `plan --json`."""
+    best, request = choice.best, evaluator.request
+    return {
+        "kind": "modelled",
+        "model": {"name": request.model, "family": evaluator.config.family},
+        "tokens": request.tokens,
+        "cached": request.cached,
+        "concurrent": request.concurrent,
+        "devices": evaluator.machines.num_devices,
+        "plan": plan_fields(best),
+        "estimate": estimate_fields(best),
+        "memory": {**limits(best.memory), "device_bytes": best.site.memory_bytes},
+        "received_bytes": evaluator.traffic(best.candidate),
+        "handoff_bytes": evaluator.handoff_bytes(best.candidate, request.tokens) if evaluator.has_decode else 0,
+        "alternatives": [
+            {
+                "what": other.what,
+                "ttft_s": None if other.estimate is None else other.estimate.ttft_s,
+                "devices": None if other.estimate is None else other.estimate.candidate.num_devices,
+                "reason": other.reason,
+            }
+            for other in choice.alternatives
+        ],
+        "crossovers": asdict(borders),
+        "rates": evaluator.costs(best.candidate, best.site).coverage(),
+        "notes": list(notes(evaluator, choice)),
+    }
+
+
+def plan_fields(best: Estimate) -> dict[str, object]:
+    """What a group is told."""
+    candidate = best.candidate
+    return {
+        "cp": candidate.cp,
+        "tp": candidate.tp,
+        "devices": candidate.num_devices,
+        "groups": best.num_groups,
+        "machines": best.site.num_machines,
+        "expert_parallel": candidate.is_expert_parallel,
+        "step_tokens": candidate.step_tokens,
+        "steps": best.prompt.num_steps,
+        "prompts_per_step": candidate.jobs_per_step,
+        "layout": candidate.layout,
+        "exchange": candidate.exchange,
+        "caches": "sharded" if candidate.is_cache_sharded else "replicated",
+        "latent_format": candidate.latent_format,
+        "index_format": candidate.index_format,
+    }
+
+
+def estimate_fields(best: Estimate) -> dict[str, object]:
+    """Seconds, and what they are made of: `parts` sum to `prefill_s`."""
+    prompt = best.prompt
+    return {
+        "ttft_s": best.ttft_s,
+        "prefill_s": prompt.seconds,
+        "handoff_exposed_s": best.handoff_s,
+        "queue_s": best.queue_s,
+        "parts": dict(sorted(prompt.parts.items(), key=lambda part: -part[1])),
+        "work_max_over_mean": prompt.max_work_s / prompt.mean_work_s if prompt.mean_work_s else 1.0,
+    }
+
+
+def notes(evaluator: Evaluator, choice: Choice) -> Iterator[str]:
+    """What the reader should know of these figures."""
+    yield from choice.notes
+    profiles = {profile.name: profile for profile in choice.best.site.placement.profiles}
+    for profile in profiles.values():
+        yield f"device {profile.name}: {profile.source}"
+    if not evaluator.has_decode:
+        yield "no hand-off: the cluster file has no [decode] workers"
+    if choice.best.candidate.is_cache_sharded:
+        yield "sharded caches: a finished step cannot be recovered when a rank dies, the job starts again"
+
+
+def show(evaluator: Evaluator, choice: Choice, borders: Crossovers) -> None:
+    """Prints the plan, its breakdown, memory, bytes, alternatives and crossovers."""
+    best, request = choice.best, evaluator.request
+    console = Console(width=WIDTH, highlight=False, markup=False)
+    fields = plan_fields(best)
+    console.print(
+        f"{request.model}: {request.tokens:,} tokens"
+        + (f", {request.cached:,} of them cached" if request.cached else "")
+        + (f", {request.concurrent} prompts at once" if request.concurrent > 1 else "")
+        + f", {evaluator.machines.num_devices} device(s). Modelled."
+    )
+    console.print(
+        f"plan    {best.candidate.describe()}: {best.num_groups} group(s) of {fields['devices']} device(s), "
+        f"{fields['steps']} step(s) of {fields['step_tokens']:,} tokens"
+        + (f" for {fields['prompts_per_step']} prompts each" if best.candidate.jobs_per_step > 1 else "")
+        + f", {fields['layout']}, states by {fields['exchange']}, caches {fields['caches']}, "
+        f"latent {fields['latent_format']}, index {fields['index_format']}"
+    )
+    console.print(
+        f"time    {_seconds(best.ttft_s)} to the first token: prefill {_seconds(best.prefill_s)}, "
+        f"hand-off {_seconds(best.handoff_s)}, waiting {_seconds(best.queue_s)}"
+    )
+    memory = limits(best.memory)
+    console.print(
+        "memory  "
+        + ", ".join(f"{name} {_size(size)}" for name, size in memory.items())
+        + f", of {_size(best.site.memory_bytes)} a device"
+    )
+    received = evaluator.traffic(best.candidate)
+    if received:
+        console.print(
+            "bytes   received by a device: " + ", ".join(f"{name} {_size(size)}" for name, size in received.items())
+        )
+    console.print(_breakdown(best))
+    if choice.alternatives:
+        console.print(_alternatives(choice))
+    for line in border_lines(borders):
+        console.print(line)
+    for line in notes(evaluator, choice):
+        console.print(f"note: {line}")
+
+
+def border_lines(borders: Crossovers) -> Iterator[str]:
+    """Crossovers in words."""
+    if borders.cp_pays_from_tokens is not None:
+        efficient = borders.cp_efficient_from_tokens
+        more = f", at half of its ideal speed-up or more from {efficient:,}" if efficient is not None else ""
+        yield f"cp {borders.cp} is faster than one group from {borders.cp_pays_from_tokens:,} tokens on{more}"
+    if borders.contiguous_from_cached_tokens is not None:
+        yield f"contiguous steps are as fast as zigzag from {borders.contiguous_from_cached_tokens:,} cached tokens on"
+    if borders.break_even_gb_per_s is not None:
+        fewer = "fewer machines are" if borders.link == "network" else "one group is"
+        yield f"below {borders.break_even_gb_per_s:.3g} GB/s a device of {borders.link} bandwidth {fewer} faster"
+
+
+def show_scaling(rows: Sequence[dict[str, object]]) -> None:
+    """The table of `--devices`."""
+    console = Console(width=WIDTH, highlight=False, markup=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="left" if name == "plan" else "right")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    console.print(table)
+
+
+def _breakdown(best: Estimate) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title="where the prefill's seconds go", title_justify="left")
+    table.add_column("part")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    for name, seconds in sorted(best.prompt.parts.items(), key=lambda part: -part[1]):
+        table.add_row(name, f"{seconds:.4g}", f"{seconds / best.prompt.seconds:.1%}")
+    return table
+
+
+def _alternatives(choice: Choice) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title="what else there is", title_justify="left")
+    table.add_column("instead")
+    table.add_column("devices", justify="right")
+    table.add_column("first token", justify="right")
+    table.add_column("why not")
+    for other in choice.alternatives:
+        estimate = other.estimate
+        table.add_row(
+            other.what,
+            "" if estimate is None else str(estimate.candidate.num_devices),
+            "" if estimate is None else _seconds(estimate.ttft_s),
+            other.reason,
+        )
+    return table
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 0.1 or not seconds else f"{seconds * 1e3:.3g} ms"
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
