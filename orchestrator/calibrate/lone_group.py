@@ -24,18 +24,17 @@ class LonePending(Pending):
         self._rank = rank
 
     def wait(self) -> torch.Tensor:
-        local_LX, num_rows = self._local_LX, sum(self._counts)
-        result_LX = local_LX.new_zeros((num_rows, *local_LX.shape[1:]))
-        is_bytes = local_LX.dtype == torch.uint8 and local_LX.shape[0] > 0
-        first = 0
-        for peer, count in enumerate(self._counts):
+        local_LX = self._local_LX
+        result_LX = local_LX.new_empty((sum(self._counts), *local_LX.shape[1:]))
+        is_repeated = local_LX.dtype == torch.uint8 and local_LX.shape[0] > 0
+        for peer, rows_LX in enumerate(result_LX.split(list(self._counts))):
             if peer == self._rank:
-                result_LX[first : first + count] = local_LX
-            elif is_bytes:
-                for row in range(0, count, local_LX.shape[0]):
-                    part_LX = local_LX[: count - row]
-                    result_LX[first + row : first + row + part_LX.shape[0]] = part_LX
-            first += count
+                rows_LX.copy_(local_LX)
+            elif is_repeated:
+                for part_LX in rows_LX.split(local_LX.shape[0]):
+                    part_LX.copy_(local_LX[: part_LX.shape[0]])
+            else:
+                rows_LX.zero_()
         return result_LX
 
 
