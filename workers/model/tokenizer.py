@@ -122,20 +122,33 @@ def read_prompt(source: str | Path, model_dir: str | Path) -> np.ndarray:
         ModelError: the model's config is missing, or its config or tokenizer.json is unusable.
     """
     config = read_config(model_dir)
-    path = Path(source)
-    label = "standard input" if str(source) == STDIN else str(path)
-    if str(source) != STDIN and path.suffix == ".npy":
-        ids = _ids_from_npy(path)
-    else:
-        data = sys.stdin.buffer.read() if str(source) == STDIN else _file_bytes(path)
-        if str(source) != STDIN and path.suffix == ".json":
-            ids = _ids_from_json(data, label)
-        elif (str(source) != STDIN and path.suffix == ".ids") or _is_all_ids(data):
-            ids = _ids_from_lines(data, label)
-        else:
-            ids = np.asarray(_ids_from_text(data, label, model_dir), dtype=np.int64)
+    label = _label(source)
+    found = read_source(source)
+    ids = np.asarray(_ids_from_text(found, label, model_dir), dtype=np.int64) if isinstance(found, bytes) else found
     check_prompt(ids, config, label=label)
     return ids.astype(np.int64)
+
+
+def read_source(source: str | Path) -> bytes | np.ndarray:
+    """What a prompt's file (or "-", standard input) holds: UTF-8 text, not looked at yet, or token ids [T].
+
+    Raises:
+        PromptError: the file is missing or not what its name says.
+    """
+    path, label = Path(source), _label(source)
+    is_file = str(source) != STDIN
+    if is_file and path.suffix == ".npy":
+        return _ids_from_npy(path)
+    data = _file_bytes(path) if is_file else sys.stdin.buffer.read()
+    if is_file and path.suffix == ".json":
+        return _ids_from_json(data, label)
+    if (is_file and path.suffix == ".ids") or _is_all_ids(data):
+        return _ids_from_lines(data, label)
+    return data
+
+
+def _label(source: str | Path) -> str:
+    return "standard input" if str(source) == STDIN else str(source)
 
 
 def check_prompt(ids: np.ndarray | Sequence[int], config: ModelConfig, *, label: str = "prompt") -> None:
