@@ -16,7 +16,6 @@ from longprefill.orchestrator.planner.machines import machines_of
 from longprefill.orchestrator.planner.models import find_model
 from longprefill.orchestrator.planner.search import choose
 from longprefill.orchestrator.simulator.cluster import Cluster, read_cluster
-from longprefill.orchestrator.simulator.files import write_json
 from longprefill.partition.layout import PAGE_TOKENS
 from longprefill.partition.work import Exchange
 from longprefill.workers.model.config import ModelConfig
@@ -52,7 +51,7 @@ def plan(request: PlanRequest, json_file: Path | None) -> None:
     if is_printed:
         print_json(content)
     elif json_file is not None:
-        write_json(json_file, content)
+        write_plan(json_file, content)
 
 
 def evaluator_of(config: ModelConfig, request: PlanRequest, cluster: Cluster, num_devices: int | None) -> Evaluator:
@@ -115,6 +114,18 @@ def device_numbers(text: str | None) -> tuple[int, ...]:
     if not all(part.strip().isdecimal() and 0 < int(part) <= 1 << 20 for part in parts):
         raise PlanError(f"--devices {text}: use whole numbers above 0, as in 16,32,64")
     return tuple(int(part) for part in parts)
+
+
+def write_plan(path: Path, content: object) -> None:
+    """The object in a file.
+
+    Raises:
+        PlanError: the file cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--json {path} cannot be written: {error.strerror}: choose another path") from None
 
 
 def print_json(content: object) -> None:

@@ -26,6 +26,12 @@ class ExchangeCosts:
 
     def halo_s(self, kda: KdaShape) -> float:
         """Input rows before each fragment, from the rank that has them."""
+        key = ("halo", kda)
+        if key not in self._known:
+            self._known[key] = self._halo(kda)
+        return self._known[key]
+
+    def _halo(self, kda: KdaShape) -> float:
         local = max(sum(flags) for flags in self._continued)
         row_bytes = self._model.hidden * self._model.element_bytes
         num_bytes = local * max(kda.conv_width - 1, 0) * row_bytes
@@ -80,6 +86,12 @@ class ExchangeCosts:
 
     def experts_s(self, moe: MoeShape) -> float:
         """Rows to the ranks that hold their experts, with routing weights, and fp32 sums back; routing is even."""
+        key = ("experts", moe)
+        if key not in self._known:
+            self._known[key] = self._experts(moe)
+        return self._known[key]
+
+    def _experts(self, moe: MoeShape) -> float:
         world = self._placement.num_devices
         if world == 1:
             return 0.0

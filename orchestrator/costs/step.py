@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -162,6 +163,12 @@ class StepCosts:
         rates = {id(profile): Rates(profile, copies) for profile in placement.profiles}
         self._rates = [rates[id(profile)] for profile in placement.profiles]
         self._layers = Counter(model.layers)
+
+    def on(self, placement: Placement) -> StepCosts:
+        """The same ranks with other links between them."""
+        other = copy(self)
+        other.placement = placement
+        return other
 
     def coverage(self) -> dict[str, float]:
         """Shares of the operations' seconds so far by how they were found (see `Rates`)."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from longprefill.orchestrator.costs.placement import Placement
 from longprefill.orchestrator.costs.profile import Link
-from longprefill.orchestrator.costs.step import StepCosts, StepOptions
 from longprefill.orchestrator.planner.candidate import Candidate
 from longprefill.orchestrator.planner.evaluate import Estimate, Evaluator
 from longprefill.partition.layout import PAGE_TOKENS, Slice
@@ -123,19 +122,15 @@ def _break_even(evaluator: Evaluator, best: Estimate) -> tuple[float | None, str
     piece = Slice(job=0, start=start, end=start + max(length, 1))
     alone_s = evaluator.costs(alone, site).step([piece], alone.layout).seconds
 
+    costs = evaluator.costs(candidate, best.site)
+
     def is_slower(factor: float) -> bool:
-        scaled = _scaled(placement, scope, factor)
-        options = StepOptions(
-            exchange=candidate.exchange,
-            is_cache_sharded=candidate.is_cache_sharded,
-            is_expert_parallel=candidate.is_expert_parallel,
-        )
-        return StepCosts(evaluator.shape(candidate), scaled, options).step([piece], candidate.layout).seconds > alone_s
+        return costs.on(_scaled(placement, scope, factor)).step([piece], candidate.layout).seconds > alone_s
 
     low, high = FACTORS
     if is_slower(high) or not is_slower(low):
         return None, scope
-    for _ in range(10):
+    for _ in range(8):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if is_slower(middle) else (low, middle)
     return link.bytes_per_s * high / 1e9, scope

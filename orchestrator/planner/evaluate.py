@@ -21,7 +21,7 @@ from longprefill.partition.generators import LayoutKind, generate
 from longprefill.partition.layout import PAGE_TOKENS, Slice
 from longprefill.partition.shapes import KdaShape, MlaShape, ModelShape
 from longprefill.partition.traffic import step_traffic
-from longprefill.workers.model.config import ModelConfig
+from longprefill.workers.model.config import ModelConfig, MoeConfig
 from longprefill.workers.model.sharding import MeshPlace
 
 
@@ -56,7 +56,8 @@ class Evaluator:
         self.machines = machines
         self.has_decode = has_decode
         self._shapes: dict[tuple[int, int | None, str, str], ModelShape] = {}
-        self._weights: dict[tuple[int, int | None], int] = {}
+        self._weights: dict[int, int] = {}
+        self._per_token: dict[int, int] = {}
         self._costs: dict[tuple[object, ...], StepCosts] = {}
 
     def with_tokens(self, num_tokens: int) -> Evaluator:
@@ -99,7 +100,7 @@ class Evaluator:
             cache = -(-cache // candidate.cp) + ceil(num_pages * PAGE_TOKENS * widest)
         cache += 2 * candidate.jobs_per_step * state_bytes(self.shape(candidate))
         rows = min(candidate.step_tokens, num_pages * PAGE_TOKENS)
-        per_token = step_bytes_per_token(self.config, self.item_bytes, candidate.num_devices)
+        per_token = self._step_bytes(candidate.num_devices)
         return RankMemory(
             process=PROCESS_BYTES,
             weights=self.weights(candidate),
@@ -108,20 +109,30 @@ class Evaluator:
         )
 
     def weights(self, candidate: Candidate) -> int:
-        """Weights of the fullest rank: of the last one, whose runs of experts and columns are never the shorter."""
-        world = candidate.num_devices if candidate.is_expert_parallel else None
-        key = (candidate.tp, world)
-        if key not in self._weights:
-            places = {0, candidate.num_devices - 1} if candidate.is_expert_parallel else {0, candidate.tp - 1}
-            self._weights[key] = max(
-                weight_bytes(self.config, self.item_bytes, self._place(candidate, rank)) for rank in places
-            )
-        return self._weights[key]
+        """Weights of the fullest rank: of the first or last of its tensor-parallel group, less the experts that are
+        elsewhere."""
+        num_tp = candidate.tp
+        if num_tp not in self._weights:
+            places = [MeshPlace.of(r, num_cp=1, num_tp=num_tp, expert_parallel=False) for r in {0, num_tp - 1}]
+            self._weights[num_tp] = max(weight_bytes(self.config, self.item_bytes, place) for place in places)
+        total = self._weights[num_tp]
+        if candidate.is_expert_parallel:
+            for layer in self.config.layers:
+                if isinstance(moe := layer.ffn, MoeConfig):
+                    width = self.config.hidden if moe.latent_dim is None else moe.latent_dim
+                    elsewhere = moe.num_experts - -(-moe.num_experts // candidate.num_devices)
+                    total -= elsewhere * 3 * width * moe.intermediate * self.item_bytes
+        return total
+
+    def _step_bytes(self, num_devices: int) -> int:
+        if num_devices not in self._per_token:
+            self._per_token[num_devices] = step_bytes_per_token(self.config, self.item_bytes, num_devices)
+        return self._per_token[num_devices]
 
     def largest_step(self, candidate: Candidate, memory_bytes: int) -> int:
         """Tokens of the longest step that fits, a multiple of 2P pages where it can be; 0: not even one page does."""
         rest = self.memory(replace(candidate, step_tokens=PAGE_TOKENS))
-        per_token = step_bytes_per_token(self.config, self.item_bytes, candidate.num_devices)
+        per_token = self._step_bytes(candidate.num_devices)
         room = (memory_bytes - rest.total) // per_token + PAGE_TOKENS
         unit = 2 * candidate.cp * PAGE_TOKENS
         unit = unit if room >= unit else PAGE_TOKENS
@@ -251,7 +262,7 @@ class Evaluator:
 
     @cached_property
     def has_experts(self) -> bool:
-        return any(hasattr(layer.ffn, "num_experts") for layer in self.config.layers)
+        return any(isinstance(layer.ffn, MoeConfig) for layer in self.config.layers)
 
 
 def state_bytes(model: ModelShape) -> int:

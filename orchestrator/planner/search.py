@@ -214,14 +214,15 @@ def _finalists(found: Sequence[Estimate], evaluator: Evaluator) -> list[Estimate
 
 
 def _refined(evaluator: Evaluator, rough: Estimate) -> Estimate:
-    """The mesh with its best exchange, layout and step."""
-    best = evaluator.estimate(rough.candidate)
-    assert best is not None
-    for change in changes_of(evaluator, best.candidate):
-        estimate = evaluator.estimate(change)
+    """The mesh with its best exchange, layout and step, one after another."""
+    best = rough
+    for change in changes_of(evaluator, rough.candidate):
+        estimate = evaluator.rough(change)
         if estimate is not None and estimate.ttft_s < best.ttft_s and fits(estimate):
             best = estimate
-    return best
+    found = evaluator.estimate(best.candidate)
+    assert found is not None
+    return found
 
 
 def _preferred(estimates: Sequence[Estimate]) -> Estimate:
