@@ -316,8 +316,7 @@ class LocalCluster:
             step_tokens = step_tokens_for(self.settings, self.config, longest)
         by_job = {result.job: result for result in results}
         if handoff:
-            starts = dict.fromkeys(by_job, 0) | {piece.job: piece.start for piece in jobs}
-            self._workers.open_handoffs(starts, {result.job: result.num_tokens for result in results})
+            self._workers.open_handoffs(list(by_job))
         steps = [tuple(step) for step in pack_jobs(jobs, step_tokens)]
         for number, slices in enumerate(steps):
             ending = tuple(part.job for part in slices if part.end == by_job[part.job].num_tokens)

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from longprefill.comms.torch_group import GroupSpec, create_store
 from longprefill.comms.transport.base import PoolAddress
 from longprefill.orchestrator.errors import RunFailed
-from longprefill.orchestrator.launch import Holder, NewWorker
+from longprefill.orchestrator.launch import Holder, NewWorker, start_workers
 from longprefill.orchestrator.plan import ClusterSettings
 from longprefill.orchestrator.watch import Watch, Watched
 from longprefill.partition.errors import UserError
@@ -38,6 +38,11 @@ from longprefill.workers.snapshot import SnapshotHeader, SnapshotIdentity, read_
 from longprefill.workers.spec import Whereabouts, WorkerSpec
 
 logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 15.0
+"""For a surviving rank to come back from a collective that failed."""
+REPLACE_TIMEOUT_S = 60.0
+"""For a new process in the place of a dead one; a place that is gone with its machine takes for ever."""
 
 
 @dataclass(kw_only=True)
@@ -82,8 +87,12 @@ class PrefillGroup:
     def place(self) -> None:
         """Asks for the group's place: a bundle for each tensor-parallel group, which so is on one machine. `placement`
         is ready when all of it is reserved."""
-        bundle = {name: amount * self.settings.tp for name, amount in self._resources.items()}
-        self.placement = placement_group([bundle] * self.settings.cp, strategy="PACK")
+        self.placement = placement_group([self.bundle] * self.settings.cp, strategy="PACK")
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """Resources of one tensor-parallel group."""
+        return {name: amount * self.settings.tp for name, amount in self._resources.items()}
 
     def new_workers(self, ranks: Sequence[int] | None = None) -> list[NewWorker]:
         """Actors of these ranks (None: all) in the group's place, not started."""
@@ -120,8 +129,7 @@ class PrefillGroup:
         for worker in workers:
             worker.end()  # at once, and a stopped process too, which would survive Ray's own end
         self.holder.close()
-        self._jobs.clear()
-        self.pages = PageAllocator(self.holder.num_pages)
+        self.forget_jobs()
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -198,6 +206,37 @@ class PrefillGroup:
         self.pages.release(job)
         del self._jobs[job]
 
+    def forget_jobs(self) -> None:
+        """All jobs are lost; what ranks still hold of them goes with `revive`."""
+        self._jobs.clear()
+        self.pages = PageAllocator(self.holder.num_pages)
+
+    def revive(self) -> int:
+        """Makes a group whose work failed usable again, all jobs forgotten: ranks that do not answer are replaced, and
+        all meet anew. The number of replaced ranks.
+
+        Raises:
+            UserError, RunFailed: it cannot be done in place.
+        """
+        self.forget_jobs()
+        closing = {worker.actor.close_all.remote(): rank for rank, worker in enumerate(self.ranks)}
+        ready, _ = ray.wait(list(closing), num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+        answering: set[int] = set()
+        for ref in ready:
+            with contextlib.suppress(RayError):
+                ray.get(ref)
+                answering.add(closing[ref])
+        lost = [rank for rank in range(len(self.ranks)) if rank not in answering]
+        for rank in lost:
+            self.watch.remove(self.ranks[rank])
+            self.ranks[rank].end()
+        if lost:
+            started = start_workers(self.watch, self.new_workers(lost), place_timeout_s=REPLACE_TIMEOUT_S)
+            for rank, worker in zip(lost, started, strict=True):
+                self.ranks[rank] = worker.watched
+        self.form()
+        return len(lost)
+
     def is_open(self, job: int) -> bool:
         return job in self._jobs
 
@@ -240,9 +279,11 @@ class PrefillGroup:
         found = self._call("check_link", lambda worker: (address,))
         return {label: reason for label, reason in found.items() if reason is not None}
 
-    def open_transfer(self, job: int, target: HandoffTarget, first_token: int) -> None:
-        """Every further step's pages stream to the target; those of the first `first_token` tokens go now."""
-        self._call("open_handoff", lambda worker: (job, target, first_token))
+    def open_transfer(self, job: int, target: HandoffTarget) -> str | None:
+        """What is done goes to the target now, every further step's pages as it ends. Why a rank cannot send there, or
+        None."""
+        errors = self._call("open_handoff", lambda worker: (job, target, self._jobs[job].position))
+        return next((f"{label}: {error}" for label, error in errors.items() if error is not None), None)
 
     def finish_transfer(self, job: int) -> list[HandoffPart]:
         """What the ranks have sent, once all of it has arrived."""

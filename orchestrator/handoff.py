@@ -53,15 +53,20 @@ class Handoff:
         self._exclusive = exclusive
         self._started = time.perf_counter()
 
-    def open(self, first_token: int) -> None:
-        """Reserves, and tells the ranks where pages go; the first `first_token` tokens' pages go at once.
+    def open(self) -> None:
+        """Reserves, and tells the ranks where pages go; those that exist go at once.
 
         Raises:
+            HandoffFailed: the ranks cannot send there.
             RunFailed, UserError: as the decode side or a rank raised.
         """
         target = self._side.reserve(self._job, self.transfer_id, self.attempt)
         with self._exclusive():
-            self._group.open_transfer(self._job, target, first_token)
+            error = self._group.open_transfer(self._job, target)
+            if error is not None:
+                self._group.cancel_transfer(self._job)
+        if error is not None:
+            raise HandoffFailed(f"the hand-off of job {self._job} failed: {error}")
 
     def finish(self) -> HandoffReport:
         """Waits until everything has arrived and is acknowledged; what failed its check is sent once more.
@@ -96,4 +101,4 @@ class Handoff:
             raise HandoffFailed(f"the hand-off of job {self._job} failed: {reason}")
         logger.info("job %d: attempt %d of its hand-off: %s", self._job, self.attempt + 1, reason)
         self.attempt += 1
-        self.open(self._group.num_tokens(self._job))
+        self.open()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
@@ -118,21 +118,21 @@ class LocalWorkers(PrefillGroup):
         self.open_job(job, tokens, snapshot)
         self._max_tokens[job] = max_tokens
 
-    def open_handoffs(self, starts: dict[int, int], num_tokens: dict[int, int]) -> None:
-        """Reserves at the decode side and tells the ranks where pages go. `starts`: tokens that are already done.
+    def open_handoffs(self, jobs: Sequence[int]) -> None:
+        """Reserves at the decode side and tells the ranks where pages go.
 
         Raises:
             UserError: more jobs than can be on their way at once, or not enough pages at the decode worker.
         """
         assert self.decode is not None
-        if len(num_tokens) > NUM_SLOTS:
+        if len(jobs) > NUM_SLOTS:
             raise UserError(
-                f"{len(num_tokens)} prompts cannot be handed over at once: prefill at most {NUM_SLOTS} in one call"
+                f"{len(jobs)} prompts cannot be handed over at once: prefill at most {NUM_SLOTS} in one call"
             )
-        for job in num_tokens:
+        for job in jobs:
             self.decode.allocate(job, self._max_tokens[job])
             self._handoffs[job] = Handoff(self, self.decode, job=job, transfer_id=f"{self.generation}-{job}")
-            self._handoffs[job].open(starts[job])
+            self._handoffs[job].open()
 
     def finish_handoff(self, job: int) -> HandoffReport:
         """Waits until everything has arrived and is acknowledged. Raises as `Handoff.finish`."""

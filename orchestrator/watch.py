@@ -71,6 +71,10 @@ class Watch:
     def add(self, worker: Watched) -> None:
         self._workers.append(worker)
 
+    @property
+    def workers(self) -> tuple[Watched, ...]:
+        return tuple(self._workers)
+
     def remove(self, worker: Watched) -> None:
         self._workers.remove(worker)
 

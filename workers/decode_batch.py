@@ -82,8 +82,9 @@ class DecodeBatch:
         self._jobs[committed.job] = _Job(committed=committed)
 
     def progress(self, job: int) -> tuple[tuple[int, int, str | None], ...]:
-        """(sample, tokens, finish reason) of the job's continuations."""
-        samples = self._jobs[job].samples.values()
+        """(sample, tokens, finish reason) of the job's continuations; nothing of an unknown job. Any thread may ask."""
+        found = self._jobs.get(job)
+        samples = () if found is None else tuple(found.samples.values())
         return tuple((s.sample, s.num_generated, s.finish_reason) for s in samples)
 
     def generate(self, request: GenerateRequest) -> None:
@@ -130,7 +131,7 @@ class DecodeBatch:
             self._begin(self._waiting.popleft())
         news: list[News] = []
         for sample in list(self._running):
-            if not sample.to_run:
+            if sample.number is not None and not sample.to_run:  # another sample's failure may have ended it
                 news += self._sampled(sample)
         budget = FORCED_TOKENS
         batch: list[tuple[_Sample, list[int]]] = []

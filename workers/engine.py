@@ -198,9 +198,9 @@ class PrefillWorker(Worker):
                 self._logits[job] = header.logits_V
         return self._rank.state(job).position
 
-    def open_handoff(self, job: int, target: HandoffTarget, first_token: int) -> None:
-        """From now on every finished step's pages stream to the decode worker; pages before `first_token` go at
-        once."""
+    def open_handoff(self, job: int, target: HandoffTarget, first_token: int) -> str | None:
+        """From now on every finished step's pages stream to the decode worker; pages before `first_token` go at once.
+        Why nothing can be sent there, or None."""
         assert self._group is not None
         if self._sender is None:
             self._sender = HandoffSender(
@@ -212,9 +212,13 @@ class PrefillWorker(Worker):
                 self._spec.num_slots,
             )
         self._failed_transfers.pop(job, None)
-        self._sender.open(job, target, self._rank.cache(job).table)
+        try:
+            self._sender.open(job, target, self._rank.cache(job).table)
+        except TransportError as error:
+            return str(error)
         if first_token:
             self._send_pages(job, 0, first_token, is_last=first_token == self._rank.num_tokens(job))
+        return None
 
     def check_link(self, address: PoolAddress) -> str | None:
         """Why this rank cannot write to a decode worker's pool; None: it can."""

@@ -29,6 +29,7 @@ from longprefill.workers.sampling import DecodeFailure, DecodeToken, GenerateReq
 from longprefill.workers.sampling import SampleStart as SampleStart  # part of a GenerateRequest
 
 if TYPE_CHECKING:
+    from longprefill.comms.transport.base import PoolAddress
     from longprefill.workers.handoff.parts import HandoffTarget
     from longprefill.workers.spec import WorkerStats
 
@@ -328,6 +329,10 @@ class DecodeHostApi(Protocol):
         """As the prefill host's."""
         ...
 
+    def link(self, epoch: int) -> PoolAddress:
+        """Where prefill ranks write to."""
+        ...
+
     def reserve(self, epoch: int, reservation: Reservation) -> HandoffTarget:
         """Pages for the prompt and everything that all samples may generate, before the first byte is sent.
 
@@ -355,9 +360,9 @@ class DecodeHostApi(Protocol):
         """No further token of it comes: it found a stop text. An ended one stays as it is."""
         ...
 
-    def release(self, epoch: int, job: int) -> None:
+    def release(self, epoch: int, job: int, transfer_id: str | None = None) -> None:
         """Forgets a job, reserved, committed or generating; tokens that were not acknowledged are dropped. An unknown
-        job is released already."""
+        job is released already. With `transfer_id`: only if it came, or comes, by this transfer."""
         ...
 
     def close(self, epoch: int) -> None:

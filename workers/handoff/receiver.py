@@ -152,6 +152,11 @@ class HandoffReceiver:
         incoming.is_committed, incoming.checksum, incoming.ack = True, checksum, encode(ack)
         return incoming.ack, Received(job=int(manifest.job), table=incoming.table, state=state, logits_V=logits_V)
 
+    @property
+    def num_free_slots(self) -> int:
+        """Jobs that may be on their way beside those that are."""
+        return len(self._free_slots)
+
     def is_committed(self, job: int) -> bool:
         return job in self._jobs and self._jobs[job].is_committed
 

@@ -55,10 +55,12 @@ class HandoffSender:
         """Connects to the decode worker for this job; an earlier attempt is cancelled first.
 
         Raises:
-            TransportError: the target is gone or has moved on to another attempt.
+            TransportError: the target is gone or has moved on to another attempt, or no slot is free.
         """
         if job in self._jobs:
             self.cancel(job)
+        if not self._free_slots:
+            raise TransportError(f"no slot is free for job {job}: {len(self._jobs)} jobs are being handed over")
         peer = self._transport.connect(target.address, generation=target.generation)
         self._jobs[job] = _Outgoing(target=target, peer=peer, table=table, slot=self._free_slots.pop(0))
         self._in_flight[job] = deque()
