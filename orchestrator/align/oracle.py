@@ -20,7 +20,7 @@ import torch
 
 from longprefill.orchestrator.align.observation import LOGIT_ROWS, Observation
 from longprefill.orchestrator.yardstick import CLASSES
-from longprefill.partition.errors import ModelError
+from longprefill.partition.errors import ModelError, UserError
 from longprefill.workers.choices import Record
 from longprefill.workers.model.config import IndexerConfig, KdaConfig, MlaConfig, ModelConfig, RopeConfig
 from longprefill.workers.model.families.registry import read_config, read_object
@@ -39,16 +39,26 @@ class Oracle:
         self.model = _load(model_dir, self.config)
 
     def run(self, tokens: np.ndarray) -> Observation:
-        """The whole prompt at once."""
+        """The whole prompt at once.
+
+        Raises:
+            UserError: the class itself fails on this model or prompt, which some sizes that ours takes make it do.
+        """
         hooks = _Hooks(self.model, self.config, len(tokens))
         transformers = importlib.import_module("transformers")
-        text_config = self.model.config.get_text_config()
-        with torch.no_grad(), hooks.attached():
-            output = self.model(
-                input_ids=torch.from_numpy(tokens.astype(np.int64))[None],
-                past_key_values=transformers.DynamicCache(config=text_config),
-                use_cache=True,
-            )
+        cache = transformers.DynamicCache(config=self.model.config.get_text_config())
+        if all(isinstance(spec.mixer, KdaConfig) for spec in self.config.layers):
+            # an attention layer must say how long the cache is: one more, that stays empty
+            cache.layers.append(importlib.import_module("transformers.cache_utils").DynamicLayer())
+        tokens_1T = torch.from_numpy(tokens.astype(np.int64))[None]
+        try:
+            with torch.no_grad(), hooks.attached():
+                output = self.model(input_ids=tokens_1T, past_key_values=cache, use_cache=True)
+        except (RuntimeError, ValueError, IndexError) as error:
+            name = type(self.model).__name__
+            raise UserError(
+                f"--against transformers: {name} fails on this model and prompt ({error}): use --against single"
+            ) from error
         last = len(self.config.layers)
         hooks.activations[last, "logits"] = output.logits[0, -LOGIT_ROWS:].float().clone()
         return Observation(
@@ -181,8 +191,14 @@ def _load(model_dir: Path, config: ModelConfig) -> Any:
 
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longprefill-align-")))
             write_dequantized(model_dir, directory, config.fp8_block)
-        model, info = model_class.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+        # grouped products refuse widths that are not multiples of 16 bytes
+        model, info = model_class.from_pretrained(
+            directory, dtype=torch.float32, output_loading_info=True, experts_implementation="eager"
+        )
     missing = [name for name in info["missing_keys"] if ".visual." not in name]
+    if config.tie_embeddings and missing == ["lm_head.weight"]:  # a class that cannot tie has a head of its own
+        model.lm_head.weight = model.get_input_embeddings().weight
+        missing = []
     if missing:
         raise ModelError(f"{model_dir}: {model_class.__name__} misses {len(missing)} weights, {missing[0]} for one")
     return model.eval()

@@ -81,16 +81,34 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v32",
         {
             "qk_nope_head_dim": 11, "qk_rope_head_dim": 6, "v_head_dim": 7, "kv_lora_rank": 19, "index_n_heads": 17,
-            "index_head_dim": 13, "index_topk": 8,
+            "index_head_dim": 13, "index_topk": 8, "moe_intermediate_size": 15, "tie_word_embeddings": True,
         },
     ),
     "k-pool of 16": ("glm5_next", {"index_kpool": 16, "index_topk": 32}),
+    "recurrences alone, tied": (
+        "kimi_linear",
+        {
+            "num_hidden_layers": 2, "tie_word_embeddings": True,
+            "linear_attn_config": RAW_CONFIGS["kimi_linear", "tiny"]["linear_attn_config"]
+            | {"kda_layers": [1, 2], "full_attn_layers": []},
+        },
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "fields"), VARIANTS.values(), ids=VARIANTS)
 def test_variants_of_a_class(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
     agree_with_the_class(write_model(tmp_path / "model", family, **fields), 150, Mesh(cp=2, tp=2))
+
+
+def test_a_class_that_fails_is_one_line(tmp_path: Path) -> None:
+    from longprefill.orchestrator.align.oracle import Oracle
+
+    oracle = Oracle(write_model(tmp_path / "model", "deepseek_v32"))
+    oracle.model.model.norm.weight = torch.nn.Parameter(torch.ones(3))
+    message = r"DeepseekV32ForCausalLM fails on this model and prompt \(The size of .*\): use --against single$"
+    with pytest.raises(UserError, match=message):
+        oracle.run(np.arange(5))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
