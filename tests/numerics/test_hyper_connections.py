@@ -16,9 +16,14 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextHyperCo
 
 from longprefill.kernels.residual import plain, reference
 
+from .compiled import compiled_backends
 from .tolerances import rms_ratio
 
-BACKENDS = [pytest.param(reference, id="reference"), pytest.param(plain, id="plain")]
+BACKENDS = [
+    pytest.param(reference, id="reference"),
+    pytest.param(plain, id="plain"),
+    *compiled_backends("residual"),
+]
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 NUMBERS = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-5}
 
@@ -62,31 +67,32 @@ def test_transformers_module_agrees(backend: Any, iterations: int) -> None:
         assert rms_ratio(actual, expected) <= TOLERANCES[torch.float32]
 
 
+@pytest.mark.parametrize("backend", BACKENDS[1:])
 @given(
     num_tokens=st.integers(0, 70),
     num_streams=st.integers(1, 5),
-    num_hidden=st.integers(1, 33),
+    num_hidden=st.sampled_from([1, 7, 16, 33, 450]),
     iterations=st.integers(1, 20),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1 << 20),
 )
 @settings(max_examples=40)
-def test_plain_equals_the_formulas(
-    num_tokens: int, num_streams: int, num_hidden: int, iterations: int, dtype: torch.dtype, seed: int
+def test_every_backend_equals_the_formulas(
+    backend: Any, num_tokens: int, num_streams: int, num_hidden: int, iterations: int, dtype: torch.dtype, seed: int
 ) -> None:
     values_TMD = streams(num_tokens, num_streams, num_hidden, seed).to(dtype)
     output_TD = torch.randn(num_tokens, num_hidden, generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
     weights = parameters(num_streams, num_hidden, seed)
     numbers = NUMBERS | {"iterations": iterations}
     expected = reference.hyper_mix(values_TMD.double(), *(weight.double() for weight in weights), **numbers)
-    actual = plain.hyper_mix(values_TMD, *weights, **numbers)
+    actual = backend.hyper_mix(values_TMD, *weights, **numbers)
     assert actual.input_TD.dtype == dtype
     assert actual.post_TM.dtype == actual.comb_TMM.dtype == torch.float32
     assert rms_ratio(actual.input_TD, expected.input_TD) <= TOLERANCES[dtype]
     assert rms_ratio(actual.post_TM, expected.post_TM) <= TOLERANCES[torch.float32]
     assert rms_ratio(actual.comb_TMM, expected.comb_TMM) <= TOLERANCES[torch.float32]
     kept_TMD = values_TMD.clone()
-    updated_TMD = plain.hyper_update(values_TMD, output_TD, actual.post_TM, actual.comb_TMM)
+    updated_TMD = backend.hyper_update(values_TMD, output_TD, actual.post_TM, actual.comb_TMM)
     exact_TMD = reference.hyper_update(values_TMD.double(), output_TD.double(), expected.post_TM, expected.comb_TMM)
     assert updated_TMD.dtype == dtype
     assert rms_ratio(updated_TMD, exact_TMD) <= TOLERANCES[dtype]
