@@ -74,6 +74,15 @@ class ExchangeCosts:
             self._known[key] = self._between_ranks("all_gather", num_bytes, messages=self._placement.cp - 1)
         return self._known[key]
 
+    def ring_s(self, gqa: GqaShape, attention_s: float) -> float:
+        """What a ring of keys and values exposes beside `attention_s` of attention in one layer: P steps, each with
+        its message's fixed cost, and what of a part's transfer takes longer than the attention over the part before."""
+        num_cp = self._placement.cp
+        part = -(-self._layout.num_tokens // num_cp) * gqa.row_bytes
+        fixed_s = self._between_ranks("send", 1)
+        transfer_s = self._between_ranks("send", part) - fixed_s
+        return num_cp * fixed_s + (num_cp - 1) * max(transfer_s - attention_s / num_cp, 0.0)
+
     def boundary_s(self) -> float:
         """All boundary states, once a step."""
         num_bytes = 0

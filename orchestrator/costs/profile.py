@@ -39,6 +39,9 @@ class Rate:
     """Share of `DeviceProfile.memory_bytes_per_s` that the operation's traffic sustains."""
     call_s: float = 0.0
     """Seconds of every call whatever its size."""
+    chain_s: float = 0.0
+    """Seconds of each row of a fragment that come one after another whatever runs beside them: a recurrence's chain,
+    which more sequences shorten and more heads do not."""
 
     def __post_init__(self) -> None:
         _refuse_impossible("rate", self)

@@ -1,7 +1,7 @@
 """Device profiles as files: TOML for hands, JSON for `longprefill bench --calibrate`; the same fields in both.
 
 name, source, memory_gib or memory_bytes, memory_gb_per_s or memory_bytes_per_s
-[rates.CLASS]   flops_per_s (or tflops_per_s), efficiency, memory_efficiency, call_s
+[rates.CLASS]   flops_per_s (or tflops_per_s), efficiency, memory_efficiency, call_s, chain_s
 [[tables]]      op, shape, axes, points, copies, spread
 [[links]]       pattern, scope, ranks, latency_s, message_s, bytes_per_s (or gb_per_s), points
 [overheads]     step_s, layer_s, overlap
@@ -30,6 +30,7 @@ from longprefill.partition.operations import AXES, OPERATIONS
 
 SHIPPED = Path(__file__).parent / "profiles"
 """Profiles that come with the package, by file name."""
+SUFFIXES = (".toml", ".json")
 UNITS = {"_gib": ("_bytes", 1 << 30), "gb_per_s": ("bytes_per_s", 1e9), "tflops_per_s": ("flops_per_s", 1e12)}
 """Other spellings of fields."""
 
@@ -38,7 +39,7 @@ Record = TypeVar("Record")
 
 def shipped_profiles() -> tuple[str, ...]:
     """Names of the profiles that come with the package."""
-    return tuple(sorted(path.stem for path in SHIPPED.glob("*.toml")))
+    return tuple(sorted(path.stem for path in SHIPPED.iterdir() if path.suffix in SUFFIXES))
 
 
 def find_profile(name: str, beside: Path | None = None) -> DeviceProfile:
@@ -47,9 +48,10 @@ def find_profile(name: str, beside: Path | None = None) -> DeviceProfile:
     Raises:
         ProfileError: there is none of that name; it lists those that exist.
     """
-    if not name.endswith((".toml", ".json")):
-        if name in shipped_profiles():
-            return read_profile(SHIPPED / f"{name}.toml")
+    if not name.endswith(SUFFIXES):
+        for suffix in SUFFIXES:
+            if name in shipped_profiles() and (SHIPPED / f"{name}{suffix}").exists():
+                return read_profile(SHIPPED / f"{name}{suffix}")
         raise ProfileError(
             f"device {name!r} is not known: use {', '.join(shipped_profiles())}, or a profile's FILE.toml or FILE.json "
             "(longprefill bench --calibrate FILE.json measures this machine)"

@@ -72,7 +72,8 @@ class Rates:
                 f"profile {self.profile.name} gives {operation.name} no flops_per_s and has no memory_gb_per_s: add one"
             )
         memory_s = operation.num_bytes / (bandwidth * rate.memory_efficiency) if bandwidth else 0.0
-        return rate.call_s + max(compute_s, memory_s)
+        chain_s = rate.chain_s * operation.rows / max(operation.parts, 1)
+        return rate.call_s + chain_s + max(compute_s, memory_s)
 
     def _table(self, name: str, shape: tuple[tuple[str, int | str], ...]) -> _Interpolated | None:
         key = (name, shape)

@@ -1,9 +1,9 @@
 """Seconds of one step on a mesh: every rank's clock through all layers, stopped at every exchange as the engine is.
 
 KDA: a halo from the neighbours, then the exchange of states, then the scans that waited for it. Attention: cache rows,
-whose gather runs beside the query side; what is not hidden is exposed. Feed-forward: dispatch and return where experts
-are spread. Tensor parallelism: a gather before and a sum after each part. At the end the boundary state. A rank that
-arrives early waits; the step lasts as long as the last clock.
+whose gather runs beside the query side; what is not hidden is exposed. Grouped queries (of published systems): a ring.
+Feed-forward: dispatch and return where experts are spread. Tensor parallelism: a gather before and a sum after each
+part. At the end the boundary state. A rank that arrives early waits; the step lasts as long as the last clock.
 
 Of many ranks with one slice nine stand for all (work varies smoothly along the chain): first, last, middle, between.
 """
@@ -30,7 +30,7 @@ from longprefill.partition.operations import (
     operation_shape,
     residual_operations,
 )
-from longprefill.partition.shapes import KdaShape, LayerShape, ModelShape, MoeShape
+from longprefill.partition.shapes import GqaShape, KdaShape, LayerShape, ModelShape, MoeShape
 from longprefill.partition.work import Exchange
 
 MOST_RANKS = 16
@@ -258,6 +258,12 @@ class _Step:
                 if options.exchange == "relay":
                     clocks.pay("relay", exchanges.relay_wait_s(layer.mixer, self._longest_scan(work)))
             clocks.run(work["after"])
+        elif isinstance(layer.mixer, GqaShape):
+            clocks.run(work["before"])
+            clocks.run(work["after"])
+            if self.layout.num_ranks > 1:
+                attention_s = max(found["attention"] for found in work["after"].parts)
+                clocks.meet("ring", exchanges.ring_s(layer.mixer, attention_s))
         else:
             clocks.run(work["before"])
             rows_s = exchanges.rows_s(layer.mixer, is_sharded=options.is_cache_sharded)
