@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from longprefill.orchestrator.bench_command import bench
+from longprefill.orchestrator.client_command import add_client_commands
 from longprefill.orchestrator.command_edge import end, terminate, user_facing
 
 if TYPE_CHECKING:
@@ -245,6 +246,9 @@ def simulate(
             seed=seed,
         )
     )
+
+
+add_client_commands(app)
 
 
 def _given(error: Exception) -> str:
