@@ -27,7 +27,7 @@ def _measure(
     latent_format: Annotated[str | None, typer.Option(help="With --calibrate: bf16, fp8 or fp32.")] = None,
     index_format: Annotated[str | None, typer.Option(help="With --calibrate: bf16, mxfp8 or fp32.")] = None,
     longest: Annotated[int | None, typer.Option(help="With --calibrate: farthest position, 69632.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="With --calibrate: about how long to measure, 150.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="With --calibrate: about how long to measure, 160.")] = None,
 ) -> None:
     """Measure this machine, or what a model makes of a long prompt."""
     if calibrate is None:

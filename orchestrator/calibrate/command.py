@@ -18,7 +18,7 @@ from longprefill.workers.model.sizes import RAW_CONFIGS
 
 DEFAULT_MODELS = (("longprefill_hybrid", "small"), ("longprefill_hybrid", "bench"))
 """What `scripts/make_checkpoint` writes under these names."""
-BUDGET_S = 150.0
+BUDGET_S = 160.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

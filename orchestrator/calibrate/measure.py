@@ -11,7 +11,7 @@ from longprefill.orchestrator.calibrate import machine
 from longprefill.orchestrator.calibrate.engine import BenchSpec, StepSample, TimedStep
 from longprefill.orchestrator.calibrate.pair import NUM_WORKERS, Pair
 from longprefill.orchestrator.calibrate.reduced import reduced
-from longprefill.orchestrator.calibrate.schedule import timed_steps
+from longprefill.orchestrator.calibrate.schedule import GRID_TOKENS, STEP_TOKENS, timed_steps
 from longprefill.orchestrator.calibrate.tables import Point, shape_key, step_points, tables
 from longprefill.orchestrator.costs.profile import DeviceProfile, Link, Overheads
 from longprefill.orchestrator.plan import ClusterSettings
@@ -20,14 +20,16 @@ from longprefill.partition.generators import generate
 from longprefill.partition.layout import Layout, Slice
 from longprefill.partition.operations import Operation, edge_operations, residual_operations
 from longprefill.partition.shapes import KdaShape, ModelShape
-from longprefill.partition.work import attn_res_sources
+from longprefill.partition.work import attn_res_sources, step_flops
 from longprefill.workers.model.config import KdaConfig, ModelConfig
 
-LINK_BYTES = tuple(1 << bits for bits in (10, 14, 17, 20, 22, 24, 25))
-LINK_REPEATS = 9
+LINK_BYTES = tuple(1 << bits for bits in (10, 14, 17, 20, 22, 24))
+LINK_REPEATS = 7
 OVERLAP_BYTES = 4 << 20
 RESIDUAL_ROWS = (256, 2048, 8192)
 NUM_FOLDS = 4
+FEWEST_PASSES = 3
+"""Over all steps: one to warm up, and a round of one alone and one beside another."""
 LINK_SHARE = 0.1
 """Share of the time that links may take."""
 
@@ -69,17 +71,20 @@ def measure(
     rounds: dict[str, int] = {}
     load = machine.describe()["load"]
     with Pair() as pair:
-        share_s = budget_s * (1 - LINK_SHARE) / len(subjects)
-        for n, subject in enumerate(subjects):
-            progress(f"{subject.name}: loading", n * (1 - LINK_SHARE) / len(subjects))
+        done = 0.0
+        for subject, share in zip(subjects, _shares(subjects), strict=True):
+
+            def report(
+                step: str, part: float, done: float = done, share: float = share, name: str = subject.name
+            ) -> None:
+                progress(f"{name}: {step}", (done + part * share) * (1 - LINK_SHARE))
+
+            report("loading", 0.0)
             bench = _ModelBench(pair, subject, longest_tokens)
-
-            def report(step: str, done: float, n: int = n, subject: Subject = subject) -> None:
-                progress(f"{subject.name}: {step}", (n + done) * (1 - LINK_SHARE) / len(subjects))
-
-            rounds[subject.name] = bench.run(share_s, report)
+            rounds[subject.name] = bench.run(share * budget_s * (1 - LINK_SHARE), report)
             points += bench.points
             boundary_s += bench.boundary_s
+            done += share
         progress("links", 1 - LINK_SHARE)
         pair.join()
         links = _links(pair)
@@ -100,6 +105,14 @@ def measure(
         | {"load_before": load, "rounds": rounds, "clock": "CPU time of the computing thread; links: wall time"}
         | {"models": [subject.name for subject in subjects], "longest_tokens": longest_tokens},
     )
+
+
+def _shares(subjects: Sequence[Subject]) -> list[float]:
+    """Of the time, by the work of a step of one layer of every kind; half of it evenly, as small steps are not free."""
+    piece = Slice(job=0, start=0, end=GRID_TOKENS[-1])
+    shapes = [model_shape(reduced(subject.config), subject.settings) for subject in subjects]
+    work = [step_flops(generate("contiguous", [piece], 1), shape)[0].total for shape in shapes]
+    return [0.5 / len(work) + 0.5 * flops / sum(work) for flops in work]
 
 
 class _ModelBench:
@@ -136,14 +149,17 @@ class _ModelBench:
         return num_rounds
 
     def _first_round(self, budget_s: float, report: Progress) -> list[float]:
-        """Seconds of every step, which do not count. Steps of which three rounds would not fit are left out."""
+        """Seconds of every step, which do not count. Steps of which the rounds would not fit are left out, apart from
+        the smallest."""
         kept: list[TimedStep] = []
         costs: list[float] = []
         for step in self._steps:
-            spent_s = sum(costs)
-            if kept and 6 * spent_s > budget_s and step.num_ranks == 1:
+            alike = [c / s.tokens for c, s in zip(costs, kept, strict=True) if 4 * s.tokens >= step.tokens]
+            token_s = max(alike, default=0.0)
+            expected_s = sum(costs) + token_s * step.tokens
+            if step.tokens > STEP_TOKENS[0] and FEWEST_PASSES * expected_s > budget_s:
                 continue
-            report(f"{step.tokens} tokens at {step.start}, warming up", min(spent_s / budget_s, 1.0))
+            report(f"{step.tokens} tokens at {step.start}, warming up", min(sum(costs) / budget_s, 1.0))
             began = time.perf_counter()
             self.pair.ask("step", step)
             kept.append(step)
