@@ -88,7 +88,8 @@ def first_deviation(rows: list[Row]) -> str | None:
     """Where it goes wrong first, as one line; None: nowhere."""
     for row in rows:
         if not row.is_ok:
-            return f"{row.place}: {row.problem or f'{row.rms:.1e} > {row.allowed:.0e}'}"
+            allowed = f"{row.allowed:.1e}".replace(".0e", "e")
+            return f"{row.place}: {row.problem or f'{row.rms:.1e} > {allowed}'}"
     return None
 
 

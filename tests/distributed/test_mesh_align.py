@@ -111,7 +111,7 @@ def test_a_class_that_fails_is_one_line(tmp_path: Path) -> None:
         oracle.run(np.arange(5))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "longprefill_hybrid"])
 def test_fp8_aligns_with_its_twin(family: str, tmp_path: Path) -> None:
     """To 1e-6, and with ragged blocks."""
     quantized = write_model(tmp_path / "fp8", family, fp8_block=(16, 24))
