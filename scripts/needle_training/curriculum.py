@@ -20,6 +20,8 @@ BLOCK_LAYERS = 4
 BLOCK = ["kda", "kda", "kda", "dsa"]
 MAX_TOKENS = 4 << 20
 WARM_UP_STEPS = 30
+DENSE = (0.75, 0.98)
+"""Share of a sequence that facts and questions take where as many answers a step as possible count."""
 DECAY_SHARE = 0.4
 """Of a stage: the rate falls linearly over this last part. The first digits become right as it falls."""
 
@@ -65,13 +67,13 @@ def _sentences(done: float) -> Mix:
 def _sections(done: float) -> Mix:
     phrasing = Phrasing(short=0.1, varied=_between(0.5, 1.0, done * 2))
     gap = int(12 * (400 / 12) ** min(1.0, done * 1.6))
-    return Mix(phrasing=phrasing, sections=0.6, absent=0.15, siblings=0.2, max_gap=gap)
+    return Mix(phrasing=phrasing, sections=0.5, absent=0.3, siblings=0.15, max_gap=gap, fill=DENSE)
 
 
 def _everything(done: float) -> Mix:
     return Mix(
-        phrasing=Phrasing(short=0.05, varied=1.0), sections=0.5, absent=0.2, siblings=0.25, max_gap=400,
-        fill=(0.35, 0.9),
+        phrasing=Phrasing(short=0.05, varied=1.0), sections=0.5, absent=0.3, siblings=0.25, max_gap=400,
+        fill=(0.5, 0.95),
     )  # fmt: skip
 
 
@@ -80,11 +82,11 @@ STAGES = (
           muon_rate=0.015, adam_rate=3e-3, final_rate=0.2),
     Stage(name="B", num_blocks=1, length=512, batch=4, steps=320, mix=_sentences, text_rows=48, index_loss=True,
           muon_rate=0.015, adam_rate=3e-3, final_rate=0.3),
-    Stage(name="C", num_blocks=1, length=1024, batch=2, steps=650, mix=_sections, text_rows=48, index_loss=True,
+    Stage(name="C", num_blocks=1, length=1024, batch=2, steps=900, mix=_sections, text_rows=48, index_loss=True,
           muon_rate=0.012, adam_rate=2e-3, final_rate=0.3),
-    Stage(name="D", num_blocks=1, length=4096, batch=1, steps=300, mix=_everything, text_rows=64, index_loss=True,
+    Stage(name="D", num_blocks=1, length=4096, batch=1, steps=400, mix=_everything, text_rows=64, index_loss=True,
           muon_rate=0.010, adam_rate=2e-3, final_rate=0.05),
-    Stage(name="E", num_blocks=2, length=4096, batch=1, steps=120, mix=_everything, text_rows=64, index_loss=True,
+    Stage(name="E", num_blocks=2, length=4096, batch=1, steps=200, mix=_everything, text_rows=64, index_loss=True,
           muon_rate=0.005, adam_rate=1e-3, final_rate=0.03),
 )  # fmt: skip
 

@@ -30,6 +30,10 @@ VOCAB_SIZE = 258
 """Bytes, then two special tokens."""
 
 
+INNER_GAP, INNER_SHARE = 40, 0.2
+"""So many of the sections with a wider gap have a plain fact in it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
     """What the sequences of a stage are made of."""
@@ -133,22 +137,30 @@ def _draw(filler: Filler, mix: Mix, budget: int, rng: random.Random) -> tuple[li
     share = 0.0 if rng.random() > mix.sections * 1.25 else 0.8
     names = draw_names(budget // 25 + 2, rng, siblings=mix.siblings if rng.random() < 0.7 else 0.0)
     rng.shuffle(names)
-    while len(names) > 1:
+    while len(names) > 2:
+        asked: list[Question] = []
         kind = "section" if rng.random() < share else "plain"
         if kind == "section":
             gap = int(8 * (mix.max_gap / 8) ** rng.random())
-            fact = section_fact(names.pop(), filler.anywhere(gap, rng), rng, mix.phrasing)
+            gap_text = filler.anywhere(gap, rng)
+            if gap > INNER_GAP and rng.random() < INNER_SHARE:  # a fact of another's in between
+                inner = plain_fact(names.pop(), rng, mix.phrasing)
+                cut = rng.randrange(gap)
+                gap_text = f"{gap_text[:cut]} {inner.text} {gap_text[cut:]}"
+                asked.append(question_about(inner, rng, mix.phrasing))
+            fact = section_fact(names.pop(), gap_text, rng, mix.phrasing)
         else:
             fact = plain_fact(names.pop(), rng, mix.phrasing)
-        added: list[Fact | Question] = [fact, question_about(fact, rng, mix.phrasing)]
+        asked.append(question_about(fact, rng, mix.phrasing))
+        nobody: list[Question] = []
         if rng.random() < mix.absent:
-            added.append(question_about_nobody(kind, names.pop(), rng, mix.phrasing))
-        budget -= sum(_size(item) for item in added)
+            nobody.append(question_about_nobody(kind, names.pop(), rng, mix.phrasing))
+        budget -= sum(_size(item) for item in (fact, *asked, *nobody))
         if budget < 0 and facts:
             break
         facts.append(fact)
-        questions += [item for item in added[1:2] if isinstance(item, Question)]
-        absent += [item for item in added[2:] if isinstance(item, Question)]
+        questions += asked
+        absent += nobody
     return facts, questions + absent
 
 

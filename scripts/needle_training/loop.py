@@ -103,7 +103,7 @@ def _run(progress: Progress, stage: Stage, filler: Filler, directory: Path, seed
         progress.step += 1
         progress.seconds = before + time.perf_counter() - started
         tally.add(batch, outputs, answer, text, norm)
-        if progress.step % LINE_STEPS == 0:
+        if progress.step % LINE_STEPS == 0 or progress.step == stage.steps:
             _write_line(
                 directory / "curve.csv", [stage.name, progress.step, f"{progress.seconds / 60:.2f}", *tally.take()]
             )
