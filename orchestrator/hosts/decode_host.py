@@ -32,6 +32,7 @@ from longprefill.orchestrator.hosts.contract import (
     UnknownHostJob,
 )
 from longprefill.orchestrator.hosts.fence import MAX_WAIT_S, Condition, Fence, rss_bytes
+from longprefill.orchestrator.hosts.threads import served_by
 from longprefill.orchestrator.launch import Holder
 from longprefill.orchestrator.plan import NUM_SLOTS, check_fits
 from longprefill.partition.errors import UserError
@@ -85,7 +86,7 @@ class DecodeHost:
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def start(self, epoch: int) -> None:
         self._fence.check(epoch)
         with self._starting:
@@ -93,7 +94,7 @@ class DecodeHost:
                 self._starter = threading.Thread(target=self._start, name="starter", daemon=True)
                 self._starter.start()
 
-    @ray.method(concurrency_group="control")
+    @served_by("control")
     def state(self, epoch: int) -> HostState:
         self._check(epoch)
         return self._state()
@@ -123,13 +124,13 @@ class DecodeHost:
             first_cursor=0 if self._loop is None else self._loop.log.acknowledged,
         )
 
-    @ray.method(concurrency_group="waiting")
+    @served_by("waiting")
     def await_ready(self, epoch: int, timeout_s: float) -> HostState:
         self._check(epoch)
         self._condition.await_settled(timeout_s)
         return self._state()
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def close(self, epoch: int) -> None:
         self._check(epoch)
         self._condition.set("closed")
@@ -142,30 +143,30 @@ class DecodeHost:
 
     # ---- jobs ---------------------------------------------------------------------------------------------------
 
-    @ray.method(concurrency_group="control")
+    @served_by("control")
     def link(self, epoch: int) -> PoolAddress:
         self._check(epoch)
         self._condition.check_ready()
         return self._address
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def reserve(self, epoch: int, reservation: Reservation) -> HandoffTarget:
         self._check(epoch)
         return self._call(functools.partial(self._reserve, reservation))
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def commit(self, epoch: int, manifest: bytes, commit: bytes) -> bytes:
         self._check(epoch)
         loop = self._running
         verification = self._commit(manifest, commit)
         return self._answer(lambda: loop.work(verification, timeout_s=COMMIT_TIMEOUT_S), COMMIT_TIMEOUT_S)
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def generate(self, epoch: int, request: GenerateRequest) -> None:
         self._check(epoch)
         self._call(functools.partial(self._generate, request))
 
-    @ray.method(concurrency_group="polling")
+    @served_by("polling")
     def poll(self, epoch: int, cursor: int, timeout_s: float) -> DecodeTokens:
         self._check(epoch)
         is_stale = functools.partial(self._is_stale, epoch)
@@ -177,12 +178,12 @@ class DecodeHost:
             cursor=batch.cursor,
         )
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def end_sample(self, epoch: int, job: int, sample: int) -> None:
         self._check(epoch)
         self._call(functools.partial(self._end_sample, job, sample))
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def release(self, epoch: int, job: int, transfer_id: str | None = None) -> None:
         self._check(epoch)
         self._call(functools.partial(self._release, job, transfer_id))

@@ -42,6 +42,7 @@ from longprefill.orchestrator.hosts.fence import Fence, rss_bytes
 from longprefill.orchestrator.hosts.once import Once
 from longprefill.orchestrator.hosts.remote_decode import RemoteDecode
 from longprefill.orchestrator.hosts.supervisor import Supervisor
+from longprefill.orchestrator.hosts.threads import served_by
 from longprefill.orchestrator.outputs import check_writable
 from longprefill.orchestrator.plan import NUM_SLOTS
 from longprefill.partition.errors import UserError
@@ -89,12 +90,12 @@ class PrefillHost:
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def start(self, epoch: int) -> None:
         self._fence.check(epoch)
         self._supervisor.start()
 
-    @ray.method(concurrency_group="control")
+    @served_by("control")
     def state(self, epoch: int) -> HostState:
         self._fence.check(epoch)
         return self._state()
@@ -125,20 +126,20 @@ class PrefillHost:
             running=self._running,
         )
 
-    @ray.method(concurrency_group="waiting")
+    @served_by("waiting")
     def await_ready(self, epoch: int, timeout_s: float) -> HostState:
         self._fence.check(epoch)
         self._supervisor.condition.await_settled(timeout_s)
         return self._state()
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def close(self, epoch: int) -> None:
         self._fence.check(epoch)
         self._supervisor.close()
 
     # ---- jobs and steps -----------------------------------------------------------------------------------------
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def open_job(self, epoch: int, job: int, tokens_T: np.ndarray, snapshot: str | None = None) -> OpenOutcome:
         with self._using_group(epoch) as group:
             tokens = checked_prompt(tokens_T, group.config.vocab_size)
@@ -153,7 +154,7 @@ class PrefillHost:
             self._prompts[job] = tokens
             return OpenOutcome(position=position, generation=self._supervisor.generation)
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def run_step(self, epoch: int, number: int, slices: Sequence[Slice]) -> StepOutcome:
         self._fence.check(epoch)
 
@@ -164,7 +165,7 @@ class PrefillHost:
 
         return self._steps.run(number, lambda: self._run_step(epoch, number, tuple(slices)), admit=admit)
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def export_job(self, epoch: int, job: int, path: str) -> ExportOutcome:
         started = time.perf_counter()
         target = Path(path).absolute()
@@ -182,7 +183,7 @@ class PrefillHost:
         seconds = time.perf_counter() - started
         return ExportOutcome(path=str(target), position=position, num_bytes=num_bytes, seconds=seconds)
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def close_job(self, epoch: int, job: int) -> None:
         with self._using_group(epoch) as group:
             if group.is_open(job):
@@ -192,11 +193,11 @@ class PrefillHost:
 
     # ---- hand-off -----------------------------------------------------------------------------------------------
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def check_link(self, epoch: int, decode: str) -> None:
         self._ensure_link(epoch, decode)
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def start_handoff(self, epoch: int, request: HandoffRequest) -> None:
         job = request.job
         with self._using_group(epoch, job) as group:
@@ -227,7 +228,7 @@ class PrefillHost:
             transfer.release()
             raise
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def finish_handoff(self, epoch: int, job: int) -> HandoffOutcome:
         with self._using_group(epoch, job) as group:
             transfer = self._transfers.get(job)
@@ -237,7 +238,7 @@ class PrefillHost:
                 raise UserError(f"job {job} stands at {group.position(job)} of {group.num_tokens(job)}: run its steps")
         return self._finishes.run(transfer.transfer_id, functools.partial(self._finish, transfer))
 
-    @ray.method(concurrency_group="commands")
+    @served_by("commands")
     def cancel_handoff(self, epoch: int, job: int) -> None:
         with self._using_group(epoch, job) as group:
             transfer = self._cancel_transfer(group, job)

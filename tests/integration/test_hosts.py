@@ -57,7 +57,7 @@ class Service:
     def ask(self, host: str, method: str, *arguments: Any) -> Any:
         """A command's result; its error as the host raised it."""
         try:
-            return ray.get(getattr(find_host(host), method).remote(self.epoch, *arguments), timeout=120)
+            return ray.get(self.begin(host, method, *arguments), timeout=120)
         except RayError as error:
             raise cause_of(error) from None
 
@@ -105,6 +105,10 @@ class Service:
                 num_ended += token.finish_reason is not None
         self.ask("decode-0", "poll", cursor, 0.0)
         return found
+
+    def begin(self, host: str, method: str, *arguments: Any) -> Any:
+        """A command whose result is asked for later."""
+        return getattr(find_host(host), method).remote(self.epoch, *arguments)
 
     def state(self, host: str = "prefill-0") -> Any:
         return self.ask(host, "state")
@@ -230,7 +234,7 @@ def test_an_older_controller_is_fenced(service: Service) -> None:
     job = service.open(PROMPTS[2])
     service.run(Slice(job=job, start=0, end=128))
     cursor = service.state("decode-0").first_cursor
-    old_poll = find_host("decode-0").poll.remote(service.epoch, cursor, 60.0)
+    old_poll = service.begin("decode-0", "poll", cursor, 60.0)
     old, service.epoch = service.epoch, service.epoch + 1
     state = service.state()
     assert [(held.job, held.position, held.num_tokens) for held in state.jobs] == [(job, 128, 333)]
@@ -255,10 +259,8 @@ def test_a_killed_rank_is_replaced_and_a_snapshot_taken_up(service: Service, tmp
     exported = service.ask("prefill-0", "export_job", job, str(tmp_path / "job.safetensors"))
     assert (exported.position, exported.num_bytes > 0) == (512, True)
     generation = service.state().generation
-    step = find_host("prefill-0").run_step.remote(
-        service.epoch, service.step + 1, (Slice(job=job, start=512, end=len(LONG)),)
-    )
     service.step += 1
+    step = service.begin("prefill-0", "run_step", service.step, (Slice(job=job, start=512, end=len(LONG)),))
     pid = pid_running(service.mark, "ray::PrefillWorker.run_step")
     assert service.state().running == (service.step, (Slice(job=job, start=512, end=len(LONG)),))
     os.kill(pid, signal.SIGKILL)
