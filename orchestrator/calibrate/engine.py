@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -19,13 +19,13 @@ from longprefill.kernels.contracts import Summary
 from longprefill.kernels.kda.algebra import fold
 from longprefill.orchestrator.calibrate.lone_group import LoneGroup
 from longprefill.orchestrator.calibrate.reduced import reduced
+from longprefill.orchestrator.calibrate.samples import BenchSpec, StepSample, TimedStep
 from longprefill.orchestrator.calibrate.stopwatch import Lap, Stopwatch, Timed
-from longprefill.partition.generators import LayoutKind
 from longprefill.partition.layout import PAGE_TOKENS, Slice
 from longprefill.workers.cache.pages import CacheFormats, CachePool, cache_kinds, pool_bytes
 from longprefill.workers.cache.states import BoundaryState
 from longprefill.workers.engine import TORCH_DTYPES
-from longprefill.workers.model.config import KdaConfig, LayerConfig, MlaConfig, ModelConfig
+from longprefill.workers.model.config import KdaConfig, LayerConfig, MlaConfig
 from longprefill.workers.model.initial import initial_parameter
 from longprefill.workers.model.layers.residual import ResidualScheme
 from longprefill.workers.model.model import Model
@@ -67,45 +67,6 @@ OPS_OF_SPANS = {
 little of it, as output."""
 SEVERAL = ("prepare", "kda.scan", "indexer", "attention.dense", "attention.sparse")
 """Operations that one layer runs for each fragment, or for each of two groups of fragments."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchSpec:
-    """A model to measure and how it runs. `config` is what one rank holds (`workers.model.sharding.local_config`)."""
-
-    config: ModelConfig
-    dtype: str
-    latent_format: str
-    index_format: str
-    max_tokens: int
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedStep:
-    """The tokens [start, start + tokens) of a job as `rank` of `num_ranks` sees them."""
-
-    start: int
-    tokens: int
-    layout: LayoutKind = "zigzag"
-    rank: int = 0
-    num_ranks: int = 1
-    is_on_grid: bool = True
-    """Whether steps of as many rows are timed at other starts too."""
-
-    @property
-    def slices(self) -> tuple[Slice, ...]:
-        return (Slice(job=0, start=self.start, end=self.start + self.tokens),)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSample:
-    """Seconds of one step: of every operation of every layer of the reduced model in order of its calls, of the
-    boundary state, and of what is outside of layers."""
-
-    layers: tuple[dict[str, tuple[float, ...]], ...]
-    boundary_s: float
-    outside_s: float
 
 
 class EngineBench:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from longprefill.orchestrator.calibrate import machine
-from longprefill.orchestrator.calibrate.engine import BenchSpec, StepSample, TimedStep
 from longprefill.orchestrator.calibrate.pair import NUM_WORKERS, Pair
 from longprefill.orchestrator.calibrate.reduced import reduced
+from longprefill.orchestrator.calibrate.samples import BenchSpec, StepSample, TimedStep
 from longprefill.orchestrator.calibrate.schedule import GRID_TOKENS, STEP_TOKENS, timed_steps
 from longprefill.orchestrator.calibrate.tables import Point, shape_key, step_points, tables
 from longprefill.orchestrator.costs.profile import DeviceProfile, Link, Overheads

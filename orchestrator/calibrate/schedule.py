@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longprefill.orchestrator.calibrate.engine import TimedStep
+from longprefill.orchestrator.calibrate.samples import TimedStep
 from longprefill.partition.layout import PAGE_TOKENS
 from longprefill.workers.model.config import MlaConfig, ModelConfig
 
@@ -12,8 +12,8 @@ SHORTEST_TOKENS = 1024
 STEP_TOKENS = (256, 1024, 4096, 8192)
 GRID_TOKENS = STEP_TOKENS[:3]
 """Those that are timed at several starts."""
-FIRST_TOKENS = 1024
-"""Where the first of these starts, or later, where all queries select."""
+CLOSE_TOKENS = 2048
+"""From the first start to the second and third; then distances double."""
 LONE_TOKENS = (256, 1024, 4096, 16384)
 """Steps of which a rank that has fragments in the middle only is timed, one of two."""
 
@@ -21,13 +21,11 @@ LONE_TOKENS = (256, 1024, 4096, 16384)
 def timed_steps(config: ModelConfig, longest_tokens: int) -> tuple[TimedStep, ...]:
     """Ascending in cost. Row counts by powers of two; visible keys too, most closely for the longest steps, as sparse
     attention changes its form on the way. What lies between is interpolated."""
-    first = max(FIRST_TOKENS, _pages(2 * largest_topk(config)))
-    if first + 2 * STEP_TOKENS[0] > longest_tokens:
-        first = longest_tokens // PAGE_TOKENS * PAGE_TOKENS - 2 * STEP_TOKENS[0]
-    starts = [first]
-    while (following := first + 2 * (starts[-1] - first) + GRID_TOKENS[-1]) + GRID_TOKENS[-1] <= longest_tokens:
+    first = _pages(largest_topk(config)) + PAGE_TOKENS
+    starts = [first, first + CLOSE_TOKENS, first + 2 * CLOSE_TOKENS]
+    while (following := first + 2 * (starts[-1] - first) + 2 * CLOSE_TOKENS) + GRID_TOKENS[-1] <= longest_tokens:
         starts.append(following)
-    chosen = {GRID_TOKENS[0]: (starts[0], starts[-1]), GRID_TOKENS[1]: (*starts[::2], starts[-1])}
+    chosen = {GRID_TOKENS[0]: (*starts[:3], starts[-1])}
     found = {TimedStep(start=0, tokens=tokens, is_on_grid=tokens in GRID_TOKENS) for tokens in STEP_TOKENS}
     for tokens in GRID_TOKENS:
         found |= {TimedStep(start=start, tokens=tokens) for start in chosen.get(tokens, starts)}
@@ -38,7 +36,7 @@ def timed_steps(config: ModelConfig, longest_tokens: int) -> tuple[TimedStep, ..
 
 def least_tokens(config: ModelConfig) -> int:
     """How far steps must reach: some must begin where queries select, and some must lie between others."""
-    return max(SHORTEST_TOKENS, _pages(2 * largest_topk(config)) + 2 * STEP_TOKENS[0])
+    return max(SHORTEST_TOKENS, _pages(largest_topk(config)) + PAGE_TOKENS + 2 * STEP_TOKENS[0])
 
 
 def largest_topk(config: ModelConfig) -> int:

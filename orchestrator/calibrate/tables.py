@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from longprefill.orchestrator.calibrate.engine import StepSample, TimedStep
+from longprefill.orchestrator.calibrate.samples import StepSample, TimedStep
 from longprefill.orchestrator.costs.profile import Table
 from longprefill.partition.generators import generate
 from longprefill.partition.operations import LayerPlace, Operation, edge_operations, layer_operations, operation_shape

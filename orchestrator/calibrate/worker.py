@@ -19,7 +19,8 @@ from longprefill.comms.torch_group import GroupSpec, TorchGroup
 from longprefill.comms.transport.base import Copy, TransferState, TransportError
 from longprefill.comms.transport.holder import create_pool
 from longprefill.comms.transport.shared_memory import SharedMemoryTransport
-from longprefill.orchestrator.calibrate.engine import BenchSpec, EngineBench, StepSample, TimedStep
+from longprefill.orchestrator.calibrate.engine import EngineBench
+from longprefill.orchestrator.calibrate.samples import BenchSpec, StepSample, TimedStep
 from longprefill.workers import device as devices
 from longprefill.workers.engine import CONTROL
 from longprefill.workers.model.config import LayerConfig

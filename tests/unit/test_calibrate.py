@@ -13,9 +13,10 @@ from longprefill.comms.group import Group
 from longprefill.comms.thread_group import run_ranks
 from longprefill.kernels.backends import resolve
 from longprefill.orchestrator.calibrate.command import CalibrateRequest, calibrate
-from longprefill.orchestrator.calibrate.engine import BenchSpec, EngineBench, TimedStep
+from longprefill.orchestrator.calibrate.engine import EngineBench
 from longprefill.orchestrator.calibrate.lone_group import LoneGroup
 from longprefill.orchestrator.calibrate.reduced import rank_share, reduced
+from longprefill.orchestrator.calibrate.samples import BenchSpec, TimedStep
 from longprefill.orchestrator.calibrate.schedule import timed_steps
 from longprefill.orchestrator.calibrate.stopwatch import Stopwatch
 from longprefill.orchestrator.calibrate.tables import Point, step_points, tables
@@ -185,8 +186,8 @@ def test_reduced_keeps_one_layer_of_a_kind() -> None:
     ("change", "words"),
     [
         ({"file": Path("x.toml")}, "name the file .json"),
-        ({"longest_tokens": 100}, "--longest 100: use 1536 tokens or more"),
-        ({"models": (Path("wide"),), "longest_tokens": 2048}, "--longest 2048: use 4608 tokens or more"),
+        ({"longest_tokens": 100}, "--longest 100: use 1088 tokens or more"),
+        ({"models": (Path("wide"),), "longest_tokens": 2048}, "--longest 2048: use 2624 tokens or more"),
         ({"budget_s": 0.0}, "--seconds 0: use 1 to 86400"),
         ({"dtype": "int8"}, "--dtype 'int8'"),
         ({"tp": 3}, "does not divide"),
