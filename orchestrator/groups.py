@@ -103,7 +103,9 @@ class PrefillGroup:
         settings = self.settings
         self.generation += 1
         if self._store is None:
-            self._store, self._store_host, self._store_port = create_store()
+            is_one_machine = all(rank.is_here for rank in self.ranks)
+            address = "127.0.0.1" if is_one_machine else ray.util.get_node_ip_address()
+            self._store, self._store_host, self._store_port = create_store(address)
         device = devices.resolve_device(settings.device)
         specs = {
             worker.label: GroupSpec(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -48,8 +47,6 @@ from longprefill.workers.model.families.registry import read_config
 from longprefill.workers.model.sharding import ALONE
 from longprefill.workers.sampling import DecodeFailure, DecodeToken
 from longprefill.workers.spec import Whereabouts
-
-logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 60.0
 """For what runs between two iterations."""
@@ -199,11 +196,13 @@ class DecodeHost:
             self._worker = DecodeWorker()
             self._address = self._holder.create_pool(self.settings.name)
             self._worker.start(self._holder.spec(self._address, ALONE))
-        except (UserError, TransportError, OSError, RuntimeError) as error:
-            lines = str(error).splitlines() or [type(error).__name__]
-            logger.exception("%s did not start", self.settings.name)
-            self._condition.set("failed", f"it did not start: {lines[0]}")
+        except UserError as error:
+            self._condition.set("failed", str(error))
             return
+        except BaseException as error:
+            lines = str(error).splitlines() or [""]
+            self._condition.set("failed", f"it did not start: {type(error).__name__}: {lines[0]}")
+            raise
         self._num_pages = self._holder.num_pages
         self._pages = PageAllocator(self._num_pages)
         self._batch = DecodeBatch(self._worker.decode, max_running=self.settings.max_running_samples)
