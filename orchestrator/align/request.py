@@ -11,7 +11,9 @@ from longprefill.orchestrator.yardstick import yardstick_refusal
 from longprefill.partition.errors import UserError
 from longprefill.partition.steps import check_step_tokens
 from longprefill.workers.model.config import ModelConfig
-from longprefill.workers.model.families.registry import read_object
+from longprefill.workers.model.families.registry import read_config, read_object
+from longprefill.workers.model.parameters import parameter_shapes
+from longprefill.workers.model.pieces import check_weights
 from longprefill.workers.model.sharding import check_tp
 
 STDOUT = Path("-")
@@ -85,6 +87,8 @@ def check_request(request: AlignRequest, config: ModelConfig) -> dict[str, Any]:
     """
     if request.against not in AGAINST and not Path(request.against).is_dir():
         raise UserError(f"--against {request.against!r} is neither transformers, single nor a model directory")
+    if request.against not in AGAINST:
+        check_twin(config, Path(request.against))
     if not 0 < request.tolerance < 1:
         raise UserError(f"--tolerance {request.tolerance}: use a number between 0 and 1, for example 1e-5")
     if not request.grid and any((request.meshes, request.lengths, request.steps)):
@@ -111,6 +115,27 @@ def check_request(request: AlignRequest, config: ModelConfig) -> dict[str, Any]:
     if request.grid:
         plan_of(request, config)
     return settings
+
+
+def check_twin(config: ModelConfig, other_dir: Path) -> None:
+    """Refuses a directory whose model has other layers or sizes: nothing of the two runs could be compared.
+
+    Raises:
+        UserError: names the first tensor that differs, or what is wrong with the directory.
+    """
+    other = read_config(other_dir)
+    check_weights(other_dir, other)
+    ours, theirs = parameter_shapes(config), parameter_shapes(other)
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            raise UserError(
+                f"--against {other_dir} is another model: {name} is {_shape(theirs.get(name))} there and "
+                f"{_shape(ours.get(name))} here: give a directory with the same layers and sizes"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else "x".join(map(str, shape))
 
 
 def check_oracle(model_dir: Path) -> None:

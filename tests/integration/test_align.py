@@ -26,6 +26,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model."""
+    directory = tmp_path_factory.mktemp("models") / "other"
+    write_checkpoint(directory, RAW_CONFIGS["kimi_linear", "tiny"], 3, torch.float32)
+    return directory
+
+
 def last_line(text: str) -> str:
     return text.strip().splitlines()[-1]
 
@@ -102,6 +110,7 @@ def test_a_grid_and_a_job_that_changes_meshes(model: Path, tmp_path: Path) -> No
     [
         (("--against", "transformers"), "it has no class for longprefill_hybrid: use --against single"),
         (("--against", "fla"), "neither transformers, single nor a model directory"),
+        (("--against", "{other}"), "is another model: embed is 512x64 there and 509x64 here: give a directory"),
         (("--tp", "3"), "--tp 3 does not divide the 4 KDA heads of layer 0: use 1, 2, 4"),
         (("--tokens", "0"), "the prompt is empty"),
         (("--tokens", "5", "--prompt", "x"), "--tokens and --prompt exclude each other"),
@@ -114,7 +123,7 @@ def test_a_grid_and_a_job_that_changes_meshes(model: Path, tmp_path: Path) -> No
         (("--json", "/nowhere/x.json"), "there is no directory"),
     ],
 )
-def test_wrong_calls(model: Path, arguments: tuple[str, ...], message: str) -> None:
-    done = run("align", "--model", model, *arguments)
+def test_wrong_calls(model: Path, other: Path, arguments: tuple[str, ...], message: str) -> None:
+    done = run("align", "--model", model, *(argument.format(other=other) for argument in arguments))
     assert done.code == 2
     assert message in done.line
