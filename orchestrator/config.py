@@ -309,6 +309,22 @@ class ServiceConfig:
     def decode_workers(self) -> tuple[tuple[str, DecodePool], ...]:
         return tuple((f"{pool.name}-{number}", pool) for pool in self.decode for number in range(pool.count))
 
+    def decode_settings(self, pool: DecodePool) -> ClusterSettings:
+        """What a decode worker is started with: dtype and formats are those of the pages that it takes."""
+        first = self.prefill[0]
+        return ClusterSettings(
+            model_dir=self.model.dir,
+            dtype=first.dtype,
+            latent_format=first.latent_format,
+            index_format=first.index_format,
+            max_tokens=pool.max_tokens,
+            device=pool.device,
+            backends=dict(pool.backends),
+            trace=self.service.trace,
+            heartbeat_timeout_s=pool.heartbeat_timeout_s,
+            threads_per_rank=pool.threads_per_rank,
+        )
+
     @property
     def longest_job_tokens(self) -> int:
         """Prompt and generated tokens of the longest job that any group and worker could hold."""

@@ -66,7 +66,9 @@ def _config(content: dict[str, Any], folder: Path) -> ServiceConfig:
             raise ConfigError(f"[{name}] is missing")
     model = _paths(_table("[model]", content["model"]), ("dir",), folder)
     service = _paths(_table("[service]", content["service"]), ("state_dir",), folder)
-    scheduler = _paths(_table("[scheduler]", content.get("scheduler", {})), ("profile",), folder)
+    scheduler = _table("[scheduler]", content.get("scheduler", {}))
+    if str(scheduler.get("profile", "")).endswith((".toml", ".json")):  # else the name of a shipped one
+        scheduler = _paths(scheduler, ("profile",), folder)
     tls = content.get("tls")
     auth = _table("[auth]", content.get("auth", {}))
     _refuse_unknown("[auth]", auth, ("keys",))

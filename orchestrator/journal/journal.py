@@ -193,8 +193,10 @@ class Journal(JournalReader):
             self._add_event(number, time.time() if at is None else at, "step", event)
             return self.job(number)
 
-    def add_tokens(self, number: int, records: Sequence[TokenRecord], *, at: float | None = None) -> JobRow:
-        """Tokens of a job, in the order in which its stream gives them; one event tells how many there are now.
+    def add_tokens(
+        self, number: int, records: Sequence[TokenRecord], *, at: float | None = None, is_told: bool = True
+    ) -> JobRow:
+        """Tokens of a job, in the order in which its stream gives them; an event tells how many there are, if wanted.
 
         Raises:
             ImpossibleChange: a token repeats, skips one, or comes after its sample's end.
@@ -224,7 +226,7 @@ class Journal(JournalReader):
                 columns[phase] = getattr(row, phase) + max(at - row.state_at, 0.0)
             self._db.execute("UPDATE jobs SET num_tokens = ? WHERE number = ?", (cursor, number))
             self._set(number, columns)
-            if records:
+            if records and is_told:
                 self._add_event(number, at, "tokens", {"num_tokens": cursor})
             return self.job(number)
 

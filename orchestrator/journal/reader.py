@@ -42,6 +42,10 @@ class JournalReader:
             for row in self._rows(f"SELECT * FROM jobs WHERE state NOT IN ({marks}) ORDER BY number", *FINAL)
         ]
 
+    def ids(self) -> set[str]:
+        """Of all jobs."""
+        return {row["id"] for row in self._rows("SELECT id FROM jobs")}
+
     def list(self, tenant: str | None, states: Sequence[JobState], limit: int, before: str | None) -> list[JobRow]:
         """Newest first."""
         conditions, values = ["1"], list[Any]()

@@ -266,7 +266,7 @@ class Scheduler:
             if fleet.is_usable(near, job.id, need):
                 moved = progress.position if degree > home.size else 0
                 return _Place(near, progress.position, self._move_s(moved), "wider, around its home" if moved else "")
-            away = fleet.find(degree, need)
+            away = fleet.find(degree, need) if fleet.settings.can_move else None
             if away is None:
                 return None
             return _Place(away, progress.position, self._move_s(progress.position), "away from its busy home")

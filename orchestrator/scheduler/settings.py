@@ -30,6 +30,8 @@ class FleetSettings:
     """Bringing pages and states from where they are to another unit."""
     is_recoverable: bool = True
     """Finished steps survive the loss of a unit (a second failure domain holds them)."""
+    can_move: bool = True
+    """A started job may go on elsewhere while its own units are busy."""
 
     def __post_init__(self) -> None:
         for name in ("num_units", "devices_per_unit", "tp"):
