@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import get_args
 
 from longprefill.orchestrator.outputs import check_outputs
-from longprefill.orchestrator.plan import check_prompt_length
 from longprefill.orchestrator.planner.candidate import Candidate, PlanError, PlanRequest
 from longprefill.orchestrator.planner.crossovers import crossovers
 from longprefill.orchestrator.planner.evaluate import Evaluator
@@ -32,7 +31,11 @@ def plan(request: PlanRequest, json_file: Path | None) -> None:
         check_outputs({"--json": json_file}, inputs=[request.cluster])
     config = find_model(request.model)
     cluster = read_cluster(request.cluster)
-    check_prompt_length(config, request.tokens, 0)
+    if request.tokens > config.max_tokens:
+        raise PlanError(
+            f"--tokens {request.tokens}: {request.model} takes {config.max_tokens} tokens at most "
+            "(max_position_embeddings or model_max_length of its config.json): use fewer"
+        )
     if len(request.devices) > 1:
         content: dict[str, object] = {"kind": "modelled", "scaling": scaling(config, request, cluster)}
         if not is_printed:

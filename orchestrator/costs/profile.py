@@ -158,20 +158,21 @@ class DeviceProfile:
                 raise ProfileError(f"profile {self.name}: {what}={value}: use a positive number, or leave it out")
 
 
-def with_links(profile: DeviceProfile, *, bandwidth: float = 1.0, latency: float = 1.0) -> DeviceProfile:
-    """The profile with all links so many times as fast and as slow to answer. Measured points scale by their bytes."""
+def scaled_link(link: Link, *, bandwidth: float = 1.0, latency: float = 1.0) -> Link:
+    """The link so many times as fast and as slow to answer. Measured points scale by their bytes."""
     return replace(
-        profile,
-        links=tuple(
-            replace(
-                link,
-                latency_s=link.latency_s * latency,
-                message_s=link.message_s * latency,
-                bytes_per_s=None if link.bytes_per_s is None else link.bytes_per_s * bandwidth,
-                points=tuple((num_bytes * bandwidth, seconds) for num_bytes, seconds in link.points),
-            )
-            for link in profile.links
-        ),
+        link,
+        latency_s=link.latency_s * latency,
+        message_s=link.message_s * latency,
+        bytes_per_s=None if link.bytes_per_s is None else link.bytes_per_s * bandwidth,
+        points=tuple((num_bytes * bandwidth, seconds) for num_bytes, seconds in link.points),
+    )
+
+
+def with_links(profile: DeviceProfile, *, bandwidth: float = 1.0, latency: float = 1.0) -> DeviceProfile:
+    """The profile with all its links scaled."""
+    return replace(
+        profile, links=tuple(scaled_link(link, bandwidth=bandwidth, latency=latency) for link in profile.links)
     )
 
 

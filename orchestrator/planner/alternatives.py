@@ -14,6 +14,8 @@ from longprefill.partition.work import Exchange
 
 EQUAL = 0.02
 """Estimates closer than this are equal: the one with fewer devices wins."""
+MOST_MESHES, MOST_MISFITS = 7, 3
+"""That are shown."""
 QUANTIZED = {"latent": "fp8", "index": "mxfp8"}
 
 
@@ -54,16 +56,21 @@ def other_meshes(
 ) -> Iterator[Alternative]:
     """Other meshes, each once, the best first; then those that do not fit."""
     seen = {(best.candidate.cp, best.candidate.tp)}
-    shown = 0
+    different: list[Estimate] = []
     for estimate in sorted(others, key=lambda estimate: estimate.ttft_s):
         mesh = (estimate.candidate.cp, estimate.candidate.tp)
-        if mesh not in seen and shown < 8:
+        if mesh not in seen:
             seen.add(mesh)
-            shown += 1
-            yield Alternative(what=estimate.candidate.describe(), estimate=estimate, reason=reason_of(estimate, best))
+            different.append(estimate)
+    # the fastest, and the widest whatever it takes
+    widest = max(different, key=lambda estimate: estimate.candidate.num_devices, default=None)
+    for estimate in different[:MOST_MESHES]:
+        yield Alternative(what=estimate.candidate.describe(), estimate=estimate, reason=reason_of(estimate, best))
+    if widest is not None and widest not in different[:MOST_MESHES]:
+        yield Alternative(what=widest.candidate.describe(), estimate=widest, reason=reason_of(widest, best))
     shown = 0
     for candidate, memory_bytes in misfits:
-        if (candidate.cp, candidate.tp) not in seen and shown < 4:
+        if (candidate.cp, candidate.tp) not in seen and shown < MOST_MISFITS:
             seen.add((candidate.cp, candidate.tp))
             shown += 1
             needed = evaluator.memory(candidate)
@@ -120,6 +127,9 @@ def reason_of(estimate: Estimate, best: Estimate) -> str:
             return "as fast, but a dead rank restarts the job"
         return f"as fast with {more} more devices" if more > 0 else "as fast"
     if slower_s < 0:
+        more = estimate.candidate.num_devices - best.candidate.num_devices
+        if more > 0:
+            return f"{-slower_s:.3g} s faster, with {more} more devices"
         return "faster, but other numbers: switch it on when quality allows (longprefill align)"
     parts = {**estimate.prompt.parts, "hand-off": estimate.handoff_s, "waiting for a group": estimate.queue_s}
     base = {**best.prompt.parts, "hand-off": best.handoff_s, "waiting for a group": best.queue_s}

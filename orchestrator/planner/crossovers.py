@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from longprefill.orchestrator.costs.placement import Placement
-from longprefill.orchestrator.costs.profile import Link
+from longprefill.orchestrator.costs.profile import Link, scaled_link
 from longprefill.orchestrator.planner.candidate import Candidate
 from longprefill.orchestrator.planner.evaluate import Estimate, Evaluator
 from longprefill.partition.layout import PAGE_TOKENS, Slice
 
 LONGEST = 1 << 24
 CACHED_STEPS = (0, 1, 2, 4, 8, 16, 32, 64)
-FACTORS = (2.0**-14, 2.0**6)
+FACTORS = (2.0**-14, 2.0**18)
 """Of the bandwidth: what is looked at."""
 
 
@@ -29,10 +30,15 @@ class Crossovers:
     """And uses them to a half at least."""
     contiguous_from_cached_tokens: int | None
     """A step of the plan's size that starts here or later is as fast in a contiguous cut as in zigzag."""
+    contiguous_looked_at_tokens: int | None
+    """Up to where that was looked for; None: there is no cut to compare."""
     break_even_gb_per_s: float | None
-    """Received by a device: below this the plan loses to the largest mesh without that link."""
+    """Received by a device over `link`: from here on the wide mesh is faster than the narrow one."""
     link: str | None
-    """node or network: which link that is."""
+    """node or network."""
+    narrow_cp: int | None
+    wide_cp: int | None
+    """Context-parallel ranks of the mesh that does without the link, and of the one that needs it."""
 
 
 def crossovers(evaluator: Evaluator, best: Estimate) -> Crossovers:
@@ -45,15 +51,18 @@ def crossovers(evaluator: Evaluator, best: Estimate) -> Crossovers:
         pays = _first_length(lambda tokens: _speed_up(evaluator, wide, tokens) > 1.0)
         efficient = _first_length(lambda tokens: _speed_up(evaluator, wide, tokens) >= wide.cp / 2)
     is_cut = candidate.step_tokens >= 2 * candidate.cp * PAGE_TOKENS
-    contiguous = _contiguous_from(evaluator, candidate) if candidate.cp > 1 and is_cut else None
-    gb_per_s, link = _break_even(evaluator, best)
+    contiguous, looked_at = _contiguous_from(evaluator, candidate) if candidate.cp > 1 and is_cut else (None, None)
+    even = _break_even(evaluator, best)
     return Crossovers(
         cp=wide.cp,
         cp_pays_from_tokens=pays,
         cp_efficient_from_tokens=efficient,
         contiguous_from_cached_tokens=contiguous,
-        break_even_gb_per_s=gb_per_s,
-        link=link,
+        contiguous_looked_at_tokens=looked_at,
+        break_even_gb_per_s=None if even is None else even.gb_per_s,
+        link=None if even is None else even.link,
+        narrow_cp=None if even is None else even.narrow_cp,
+        wide_cp=None if even is None else even.wide_cp,
     )
 
 
@@ -88,64 +97,83 @@ def _first_length(is_so: Callable[[int], bool]) -> int | None:
     return above
 
 
-def _contiguous_from(evaluator: Evaluator, candidate: Candidate) -> int | None:
+def _contiguous_from(evaluator: Evaluator, candidate: Candidate) -> tuple[int | None, int]:
+    """The first cached length looked at from which on contiguous steps are as fast, and the last one looked at."""
+    last = 0
     for number in CACHED_STEPS:
         start = number * candidate.step_tokens
+        if start + candidate.step_tokens > evaluator.config.max_tokens:
+            break
         zigzag, contiguous = (evaluator.step(candidate, kind, start).seconds for kind in ("zigzag", "contiguous"))
+        last = start
         if contiguous <= zigzag:
-            return start
-    return None
+            return start, last
+    return None, last
 
 
-def _break_even(evaluator: Evaluator, best: Estimate) -> tuple[float | None, str | None]:
-    """The bandwidth at which the plan is as fast as the largest mesh that needs no such link."""
-    candidate, placement = best.candidate, best.site.placement
-    if candidate.cp == 1:
-        return None, None
-    is_network = best.site.num_machines > 1
-    scope = "network" if is_network else "node"
-    inside = placement.cp_per_node if is_network else 1
-    alone = replace(candidate, cp=inside, exchange="head_transposed" if inside > 4 else "all_gather")
-    site = evaluator.machines.site(inside, candidate.tp)
-    links = (*placement.network, *placement.profiles[0].links)
-    link = next((link for link in links if link.scope == scope), None)
-    if (
-        site is None
-        or link is None
-        or link.bytes_per_s is None
-        or evaluator.largest_step(alone, site.memory_bytes) == 0
+class _Even(NamedTuple):
+    gb_per_s: float
+    link: str
+    narrow_cp: int
+    wide_cp: int
+
+
+def _break_even(evaluator: Evaluator, best: Estimate) -> _Even | None:
+    """The bandwidth at which a mesh that needs a link is as fast as the largest one that does not: between machines
+    where there are several, else between devices. None: nothing to compare, or no such bandwidth in FACTORS."""
+    candidate, machines = best.candidate, evaluator.machines
+    scope = "network" if len(machines.machines) > 1 else "node"
+    slots = machines.num_slots(candidate.tp)
+    if best.site.num_machines > 1:
+        narrow, wide = replace(candidate, cp=best.site.placement.cp_per_node), candidate
+    elif scope == "network":
+        narrow, wide = candidate, replace(candidate, cp=slots, exchange="head_transposed")
+    else:
+        narrow, wide = replace(candidate, cp=1), candidate
+    sites = [machines.site(each.cp, each.tp) for each in (narrow, wide)]
+    if narrow.cp >= wide.cp or sites[0] is None or sites[1] is None:
+        return None
+    if any(
+        not evaluator.largest_step(each, site.memory_bytes)
+        for each, site in zip((narrow, wide), sites, strict=True)
+        if site
     ):
-        return None, None
+        return None
+    placement = sites[1].placement
+    bandwidth = _bandwidth((*placement.network, *placement.profiles[0].links), scope)
+    if bandwidth is None:
+        return None
     request = evaluator.request
     start = request.cached + (request.tokens - request.cached) // 2 // PAGE_TOKENS * PAGE_TOKENS
-    length = min(candidate.step_tokens, request.tokens - start)
-    piece = Slice(job=0, start=start, end=start + max(length, 1))
-    alone_s = evaluator.costs(alone, site).step([piece], alone.layout).seconds
-
-    costs = evaluator.costs(candidate, best.site)
+    piece = Slice(job=0, start=start, end=min(start + candidate.step_tokens, request.tokens))
+    narrow_s = evaluator.costs(narrow, sites[0]).step([piece], narrow.layout).seconds
+    costs = evaluator.costs(wide, sites[1])
 
     def is_slower(factor: float) -> bool:
-        return costs.on(_scaled(placement, scope, factor)).step([piece], candidate.layout).seconds > alone_s
+        return costs.on(_scaled(placement, scope, factor)).step([piece], wide.layout).seconds > narrow_s
 
     low, high = FACTORS
     if is_slower(high) or not is_slower(low):
-        return None, scope
+        return None
     for _ in range(8):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if is_slower(middle) else (low, middle)
-    return link.bytes_per_s * high / 1e9, scope
+    return _Even(bandwidth * high / 1e9, scope, narrow.cp, wide.cp)
+
+
+def _bandwidth(links: Sequence[Link], scope: str) -> float | None:
+    """Of the first link of a scope: as given, or of its largest message."""
+    for link in links:
+        if link.scope == scope:
+            return link.bytes_per_s or link.points[-1][0] / link.points[-1][1]
+    return None
 
 
 def _scaled(placement: Placement, scope: str, factor: float) -> Placement:
     """The placement with the links of one scope so many times as fast."""
 
     def faster(links: tuple[Link, ...]) -> tuple[Link, ...]:
-        return tuple(
-            replace(link, bytes_per_s=link.bytes_per_s * factor)
-            if link.scope == scope and link.bytes_per_s is not None
-            else link
-            for link in links
-        )
+        return tuple(scaled_link(link, bandwidth=factor) if link.scope == scope else link for link in links)
 
     profiles = tuple(replace(profile, links=faster(profile.links)) for profile in placement.profiles)
     return replace(placement, profiles=profiles, network=faster(placement.network))

@@ -14,6 +14,8 @@ from longprefill.orchestrator.planner.evaluate import Estimate, Evaluator, limit
 from longprefill.orchestrator.planner.search import Choice
 
 WIDTH = 118
+RUNNABLE_EXCHANGES = ("all_gather",)
+"""What the engine has (`workers/model/layers/state_exchange.py`, which needs torch; a test compares)."""
 
 
 def document(evaluator: Evaluator, choice: Choice, borders: Crossovers) -> dict[str, object]:
@@ -88,7 +90,14 @@ def notes(evaluator: Evaluator, choice: Choice) -> Iterator[str]:
         yield f"device {profile.name}: {profile.source}"
     if not evaluator.has_decode:
         yield "no hand-off: the cluster file has no [decode] workers"
-    if choice.best.candidate.is_cache_sharded:
+    candidate = choice.best.candidate
+    if candidate.cp > 1 and candidate.exchange not in RUNNABLE_EXCHANGES:
+        yield (
+            f"the engine does not run {candidate.exchange} yet, it is modelled: add --exchange "
+            f"{' or '.join(RUNNABLE_EXCHANGES)} for a plan that runs"
+        )
+    if candidate.is_cache_sharded:
+        yield "the engine does not shard caches yet, it is modelled"
         yield "sharded caches: a finished step cannot be recovered when a rank dies, the job starts again"
 
 
@@ -142,9 +151,14 @@ def border_lines(borders: Crossovers) -> Iterator[str]:
         yield f"cp {borders.cp} is faster than one group from {borders.cp_pays_from_tokens:,} tokens on{more}"
     if borders.contiguous_from_cached_tokens is not None:
         yield f"contiguous steps are as fast as zigzag from {borders.contiguous_from_cached_tokens:,} cached tokens on"
+    elif borders.contiguous_looked_at_tokens is not None:
+        yield f"zigzag steps stay ahead of contiguous ones up to {borders.contiguous_looked_at_tokens:,} cached tokens"
     if borders.break_even_gb_per_s is not None:
-        fewer = "fewer machines are" if borders.link == "network" else "one group is"
-        yield f"below {borders.break_even_gb_per_s:.3g} GB/s a device of {borders.link} bandwidth {fewer} faster"
+        where = "over the machines" if borders.link == "network" else "on one machine"
+        yield (
+            f"cp {borders.wide_cp} {where} is faster than cp {borders.narrow_cp} from "
+            f"{borders.break_even_gb_per_s:.3g} GB/s a device of {borders.link} bandwidth on"
+        )
 
 
 def show_scaling(rows: Sequence[dict[str, object]]) -> None:

@@ -178,7 +178,7 @@ def _fastest(evaluator: Evaluator, candidates: Iterator[Candidate]) -> list[Esti
         is_worse = bool(found) and estimate.ttft_s > 1.05 * min(other.ttft_s for other in found)
         num_worse = num_worse + 1 if is_worse else 0
         found.append(estimate)
-        if num_worse == 3 and evaluator.request.concurrent == 1:
+        if num_worse == 3 and evaluator.request.concurrent == 1 and evaluator.request.deadline_s is None:
             break
     return found
 
