@@ -86,13 +86,11 @@ def profile_from(content: object, where: str = "profile") -> DeviceProfile:
         ProfileError: an unknown, missing or impossible field, named.
     """
     given = dict(_mapping(where, content))
-    rates = {
-        name: _record(f"{where} [rates.{name}]", Rate, rate)
-        for name, rate in _mapping(f"{where} [rates]", given.pop("rates", {})).items()
-    }
-    for name in rates:
+    given_rates = _mapping(f"{where} [rates]", given.pop("rates", {}))
+    for name in given_rates:
         if name not in CLASSES and name not in OPERATIONS:
             raise ProfileError(f"{where} [rates.{name}] is unknown: use {', '.join(CLASSES)}, or an operation")
+    rates = {name: _record(f"{where} [rates.{name}]", Rate, rate) for name, rate in given_rates.items()}
     tables = tuple(_table(f"{where} [[tables]] {n}", item) for n, item in _items(where, given, "tables"))
     links = tuple(
         _record(f"{where} [[links]] {n}", Link, {**item, "points": _points(f"{where} [[links]] {n}", item)})

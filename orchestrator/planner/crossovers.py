@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from longprefill.orchestrator.costs.placement import Placement
-from longprefill.orchestrator.costs.profile import Link, scaled_link
+from longprefill.orchestrator.costs.profile import Link, ProfileError, scaled_link
 from longprefill.orchestrator.planner.candidate import Candidate
 from longprefill.orchestrator.planner.evaluate import Estimate, Evaluator
 from longprefill.partition.layout import PAGE_TOKENS, Slice
@@ -42,17 +43,20 @@ class Crossovers:
 
 
 def crossovers(evaluator: Evaluator, best: Estimate) -> Crossovers:
-    """The plan's borders."""
+    """The plan's borders; None also where a rate that the comparison needs is not known."""
     candidate = best.candidate
     slots = evaluator.machines.num_slots(candidate.tp)
     wide = candidate if candidate.cp > 1 else replace(candidate, cp=2, exchange="all_gather", jobs_per_step=1)
-    pays = efficient = None
-    if slots >= wide.cp:
-        pays = _first_length(lambda tokens: _speed_up(evaluator, wide, tokens) > 1.0)
-        efficient = _first_length(lambda tokens: _speed_up(evaluator, wide, tokens) >= wide.cp / 2)
-    is_cut = candidate.step_tokens >= 2 * candidate.cp * PAGE_TOKENS
-    contiguous, looked_at = _contiguous_from(evaluator, candidate) if candidate.cp > 1 and is_cut else (None, None)
-    even = _break_even(evaluator, best)
+    pays = efficient = contiguous = looked_at = even = None
+    with suppress(ProfileError):
+        if slots >= wide.cp:
+            pays = _first_length(lambda tokens: _speed_up(evaluator, wide, tokens) > 1.0)
+            efficient = _first_length(lambda tokens: _speed_up(evaluator, wide, tokens) >= wide.cp / 2)
+    with suppress(ProfileError):
+        if candidate.cp > 1 and candidate.step_tokens >= 2 * candidate.cp * PAGE_TOKENS:
+            contiguous, looked_at = _contiguous_from(evaluator, candidate)
+    with suppress(ProfileError):
+        even = _break_even(evaluator, best)
     return Crossovers(
         cp=wide.cp,
         cp_pays_from_tokens=pays,
@@ -76,7 +80,8 @@ def _speed_up(evaluator: Evaluator, wide: Candidate, num_tokens: int) -> float:
         step = max(step // PAGE_TOKENS * PAGE_TOKENS, PAGE_TOKENS)
         changed = replace(wide, cp=num_cp, step_tokens=step, jobs_per_step=1, layout="zigzag")
         estimate = other.rough(changed)
-        assert estimate is not None
+        if estimate is None:
+            raise ProfileError(other.unknown[-1][1])
         times.append(estimate.prompt.seconds)
     return times[0] / times[1]
 

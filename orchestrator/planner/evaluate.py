@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
+from longprefill.orchestrator.costs.profile import ProfileError
 from longprefill.orchestrator.costs.prompt import PromptTime, prompt_time
 from longprefill.orchestrator.costs.rates import LinkRates
 from longprefill.orchestrator.costs.step import StepCosts, StepOptions, StepTime
@@ -55,6 +56,8 @@ class Evaluator:
         self.request = request
         self.machines = machines
         self.has_decode = has_decode
+        self.unknown: list[tuple[Candidate, str]] = []
+        """Candidates that could not be estimated, and which rate is missing."""
         self._shapes: dict[tuple[int, int | None, str, str], ModelShape] = {}
         self._weights: dict[int, int] = {}
         self._per_token: dict[int, int] = {}
@@ -139,7 +142,22 @@ class Evaluator:
         return max(room // unit * unit, 0)
 
     def estimate(self, candidate: Candidate) -> Estimate | None:
-        """Seconds and memory; None: no room on the machines."""
+        """Seconds and memory; None: no room on the machines, or a rate that it needs is not known (see `unknown`)."""
+        return self._tried(self._estimate, candidate)
+
+    def rough(self, candidate: Candidate) -> Estimate | None:
+        """`estimate` from one step in the middle, times the number of steps: a step's time is near linear in its
+        start."""
+        return self._tried(self._rough, candidate)
+
+    def _tried(self, estimated: Callable[[Candidate], Estimate | None], candidate: Candidate) -> Estimate | None:
+        try:
+            return estimated(candidate)
+        except ProfileError as error:
+            self.unknown.append((candidate, str(error)))
+            return None
+
+    def _estimate(self, candidate: Candidate) -> Estimate | None:
         site = self.machines.site(candidate.cp, candidate.tp)
         if site is None:
             return None
@@ -154,9 +172,7 @@ class Evaluator:
         )
         return self._finished(candidate, site, prompt)
 
-    def rough(self, candidate: Candidate) -> Estimate | None:
-        """`estimate` from one step in the middle, times the number of steps: a step's time is near linear in its
-        start."""
+    def _rough(self, candidate: Candidate) -> Estimate | None:
         site = self.machines.site(candidate.cp, candidate.tp)
         if site is None:
             return None
@@ -164,7 +180,7 @@ class Evaluator:
         rest = request.tokens - request.cached
         num_steps = -(-rest // candidate.step_tokens)
         if num_steps <= 2 or candidate.jobs_per_step > 1:
-            return self.estimate(candidate)
+            return self._estimate(candidate)
         middle = request.cached + (rest - candidate.step_tokens) // 2 // PAGE_TOKENS * PAGE_TOKENS
         time = self.step(candidate, candidate.layout, middle)
         steps = rest / candidate.step_tokens

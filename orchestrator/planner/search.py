@@ -48,6 +48,8 @@ def choose(evaluator: Evaluator) -> Choice:
     """
     notes: list[str] = []
     found, misfits = _roughly(evaluator)
+    if not found and evaluator.unknown:
+        raise PlanError(evaluator.unknown[0][1])
     if not found:
         raise PlanError(no_memory(evaluator, misfits))
     if found[0].candidate.latent_format != (evaluator.request.latent_format or evaluator.request.dtype):
@@ -59,6 +61,7 @@ def choose(evaluator: Evaluator) -> Choice:
     if deadline is not None:
         best = _meeting(refined, found, evaluator, deadline)
     alternatives = [*other_meshes(evaluator, best, [*refined, *found], misfits), *variants_of(evaluator, best)]
+    alternatives += _unknown(evaluator)
     return Choice(best=best, alternatives=tuple(alternatives), notes=tuple(notes))
 
 
@@ -76,7 +79,7 @@ def _roughly(evaluator: Evaluator) -> tuple[list[Estimate], list[tuple[Candidate
             for mesh in _meshes_by_size(evaluator):
                 fitting = _fitting(evaluator, mesh, latent, index, is_sharded, misfits)
                 found += _fastest(evaluator, fitting)
-            if found:
+            if found or evaluator.unknown:
                 return sorted(found, key=lambda estimate: estimate.ttft_s), misfits
     return [], misfits
 
@@ -220,9 +223,13 @@ def _refined(evaluator: Evaluator, rough: Estimate) -> Estimate:
         estimate = evaluator.rough(change)
         if estimate is not None and estimate.ttft_s < best.ttft_s and fits(estimate):
             best = estimate
-    found = evaluator.estimate(best.candidate)
-    assert found is not None
-    return found
+    return evaluator.estimate(best.candidate) or best
+
+
+def _unknown(evaluator: Evaluator) -> list[Alternative]:
+    """One line for each kind of mesh that could not be estimated."""
+    first = {candidate.describe(): reason for candidate, reason in reversed(evaluator.unknown)}
+    return [Alternative(what=what, estimate=None, reason=reason) for what, reason in list(first.items())[-3:]]
 
 
 def _preferred(estimates: Sequence[Estimate]) -> Estimate:
