@@ -19,6 +19,7 @@ from longprefill.orchestrator.api.guard import ByteBudget
 MAX_DEPTH = 32
 BIG_BYTES = 64 << 10
 """Bodies above this are parsed beside the event loop."""
+EXACT = 2.0**53
 MAX_ERROR_CHARACTERS = 160
 
 Parameters = TypeVar("Parameters", bound=BaseModel)
@@ -71,7 +72,7 @@ def parse(data: bytes | bytearray, kind: type[Parameters]) -> Parameters:
         ApiError: 400, with the parameter that is wrong.
     """
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_number)
     except UnicodeDecodeError as error:
         raise invalid(f"the body is not UTF-8: offset {error.start}", code="invalid_json") from None
     except RecursionError:
@@ -158,6 +159,12 @@ def _check_text(text: str) -> None:
 
 def _too_deep() -> ApiError:
     return invalid(f"the body is nested deeper than {MAX_DEPTH} levels", code="invalid_json")
+
+
+def _number(text: str) -> int | float:
+    """JSON has one kind of number: 16.0 is a whole one."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < EXACT else value
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -30,6 +30,7 @@ async def create_chat_completion(request: Request, service: CurrentService, call
     """The assistant's next turn; `stream` sends server-sent events."""
     parameters = await service.reader.read(request, ChatParameters)
     check_model(service.model, parameters.model)
+    parameters.check_together()
     key = idempotency_key(request)
     prompt = await _prompt(service.model, parameters)
     generation = Generation(service, caller, parameters.n or 1, may_return=key is not None)

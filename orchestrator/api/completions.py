@@ -34,6 +34,7 @@ async def create_completion(request: Request, service: CurrentService, caller: C
     """Continues prompts given as text or token ids; `stream` sends server-sent events."""
     parameters = await service.reader.read(request, CompletionParameters)
     check_model(service.model, parameters.model)
+    parameters.check_together()
     key = idempotency_key(request)
     generation = Generation(service, caller, parameters.n or 1, may_return=key is not None)
     wanted = Wanted(

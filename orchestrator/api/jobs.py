@@ -29,7 +29,7 @@ MAX_WAIT_S = 60.0
 
 router = APIRouter(tags=["prefill jobs"], prefix=JOBS_PATH)
 Number = Annotated[int, Query(ge=0, le=MAX_NUMBER)]
-LastEventId = Annotated[str | None, Header(alias="last-event-id", pattern=r"^[0-9]{1,15}$")]
+LastEventId = Annotated[str, Header(alias="last-event-id", pattern=r"^[0-9]{0,15}$")]
 
 
 @router.post("", status_code=202, openapi_extra=job_body(), responses=answers("prefill.job", 409, 413, 415, 422))
@@ -106,8 +106,10 @@ async def list_jobs(
 
 @router.get("/{job}", responses=answers("prefill.job", 404))
 async def read_job(job: str, service: CurrentService, caller: CurrentCaller) -> dict[str, Any]:
-    """A job as it is now."""
-    return job_json(await service.controller.inspect(known_job(job), caller.scope))
+    """A job as it is now, with its report so far; `traced`: the ranks' spans can be had too (`/trace`)."""
+    view = await service.controller.inspect(known_job(job), caller.scope)
+    report = None if view.report is None else dict(view.report)
+    return {**job_json(view), "report": report, "traced": service.config.service.trace}
 
 
 @router.delete("/{job}", responses=answers("prefill.job", 404))
@@ -122,11 +124,11 @@ async def job_events(
     service: CurrentService,
     caller: CurrentCaller,
     after: Number = 0,
-    last_event_id: LastEventId = None,
+    last_event_id: LastEventId = "",
 ) -> Response:
     """What happened and happens to a job, as server-sent events; ends with the job. A client that comes back sends
     Last-Event-ID (or `after`) and gets what it missed. 204: there is nothing left to come."""
-    start = int(last_event_id) if last_event_id is not None else after
+    start = int(last_event_id) if last_event_id else after
     view = await service.controller.inspect(known_job(job), caller.scope)
     if view.state.is_final and not await service.controller.events(job, caller.scope, after=start, timeout_s=0):
         return Response(status_code=204)
@@ -159,11 +161,11 @@ async def job_tokens(
     service: CurrentService,
     caller: CurrentCaller,
     after: Number = 0,
-    last_event_id: LastEventId = None,
+    last_event_id: LastEventId = "",
 ) -> Response:
     """What a job generates, as server-sent events; a client that comes back sends Last-Event-ID, and no token is
     repeated or left out. 204: there is nothing left to come."""
-    start = int(last_event_id) if last_event_id is not None else after
+    start = int(last_event_id) if last_event_id else after
     first = await service.controller.tokens(known_job(job), caller.scope, after=start, timeout_s=0)
     if first.state.is_final and not first.records:
         return Response(status_code=204)

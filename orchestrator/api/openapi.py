@@ -12,9 +12,9 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from longprefill.orchestrator.api.parameters import ChatParameters, CompletionParameters, JobParameters
+from longprefill.orchestrator.api.parameters import ChatParameters, CompletionParameters, JobOptions, JobParameters
 
-BODIES: tuple[type[BaseModel], ...] = (CompletionParameters, ChatParameters, JobParameters)
+BODIES: tuple[type[BaseModel], ...] = (CompletionParameters, ChatParameters, JobOptions, JobParameters)
 REFERENCE = "#/components/schemas/{model}"
 ERROR_SCHEMA = {
     "type": "object",
@@ -36,7 +36,7 @@ ERROR: dict[str, Any] = {
     "description": "Refused, in OpenAI's shape.",
     "content": {"application/json": {"schema": {"$ref": REFERENCE.format(model="Error")}}},
 }
-STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+STREAM: dict[str, Any] = {"text/event-stream": {}}
 EVENTS: dict[int | str, dict[str, Any]] = {
     200: {"description": "Server-sent events.", "content": STREAM},
     204: {"description": "Nothing is left to come."},
@@ -79,17 +79,18 @@ def job_body() -> dict[str, Any]:
     form = {
         "type": "object",
         "required": ["prompt"],
+        "additionalProperties": False,
         "properties": {
-            "prompt": {"type": "string", "format": "binary", "description": "Text, or token ids as NAME.npy."},
-            "options": {"type": "string", "description": "JobParameters without the prompt, as JSON."},
+            "prompt": {"type": "string", "minLength": 1, "description": "A file of text, or NAME.npy of token ids."},
+            "options": {"$ref": REFERENCE.format(model=JobOptions.__name__)},
         },
     }
-    binary = {"type": "string", "format": "binary", "description": "Token ids as a .npy file."}
+    npy = {"type": "string", "format": "binary", "description": "Token ids; application/octet-stream will do too."}
     text = {"type": "string", "minLength": 1, "description": "UTF-8 text; options are query parameters."}
     body["requestBody"]["content"] |= {
         "text/plain": {"schema": text},
-        "application/octet-stream": {"schema": binary},
-        "multipart/form-data": {"schema": form},
+        "application/x-npy": {"schema": npy},
+        "multipart/form-data": {"schema": form, "encoding": {"options": {"contentType": "application/json"}}},
     }
     return body
 

@@ -33,12 +33,13 @@ async def health() -> dict[str, str]:
 )
 async def ready(request: Request, service: CurrentService) -> Response:
     """200 when jobs can run: a prefill group and, where generation is configured, a decode worker are ready. The
-    reasons are for callers with a key."""
+    reasons, and who is asking, are for callers with a key."""
     state = await service.controller.readiness()
     answer: dict[str, Any] = {"status": "ready" if state.is_ready else "not ready"}
     try:
-        service.authenticator.caller(request.headers.get("authorization"))
+        caller = service.authenticator.caller(request.headers.get("authorization"))
         answer["reasons"] = list(state.reasons)
+        answer["caller"] = {"tenant": caller.tenant, "operator": caller.is_operator}
     except ApiError:
         pass
     return JSONResponse(answer, 200 if state.is_ready else 503)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema, model_validator
 
+from longprefill.orchestrator.api.errors import invalid
 from longprefill.orchestrator.api.unsupported import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
@@ -55,12 +56,27 @@ def one_prompt(value: object) -> Prompt:
         raise ValueError("give a text or a list of token ids")
     if not value:
         raise ValueError("it is empty: give at least one token")
-    wrong = next((item for item in value if type(item) is not int), None)
-    if wrong is not None:
-        raise ValueError(f"a list of token ids holds {str(wrong)[:40]!r}: token ids are whole numbers")
+    for item in value:
+        if type(item) is not int:
+            raise ValueError(f"a list of token ids holds {str(item)[:40]!r}: token ids are whole numbers")
     if min(value) < 0 or max(value) > MAX_TOKEN:
         raise ValueError(f"a token id is outside of 0 to {MAX_TOKEN}")
     return np.asarray(value, dtype=np.int32)
+
+
+def check_prompt_text(text: str) -> str:
+    """Text that was no JSON.
+
+    Raises:
+        ApiError: 400, it is empty or no Unicode.
+    """
+    if not text:
+        raise invalid("the prompt is empty: give at least one token", param="prompt")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise invalid("the prompt is not UTF-8 text", param="prompt") from None
+    return text
 
 
 def several_prompts(value: object) -> tuple[Prompt, ...]:
@@ -138,11 +154,11 @@ class CompletionParameters(Generation):
     def _supported(cls, given: Any) -> Any:
         return without_neutral(given, COMPLETION_NEUTRAL)
 
-    @model_validator(mode="after")
-    def _consistent(self) -> CompletionParameters:
+    def check_together(self) -> None:
+        """Raises ApiError (400) for values that exclude each other."""
         if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not supported: the prompt's log-probabilities are not computed")
-        return self
+            message = "echo with logprobs is not supported: the prompt's log-probabilities are not computed"
+            raise invalid(message, param="echo", code="unsupported_parameter")
 
 
 class TextPart(BaseModel):
@@ -181,11 +197,10 @@ class ChatParameters(Generation):
     def _supported(cls, given: Any) -> Any:
         return without_neutral(given, CHAT_NEUTRAL)
 
-    @model_validator(mode="after")
-    def _consistent(self) -> ChatParameters:
+    def check_together(self) -> None:
+        """Raises ApiError (400) for values that exclude each other."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs = true")
-        return self
+            raise invalid("top_logprobs needs logprobs = true", param="top_logprobs")
 
     @property
     def num_logprobs(self) -> int | None:

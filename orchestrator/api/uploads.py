@@ -1,7 +1,7 @@
 """Prompts too large for JSON: streamed to a temporary file, read from there once.
 
-Media types: text/plain is UTF-8 text, application/octet-stream a .npy file of token ids, multipart/form-data either of
-them as the file "prompt" with an optional field "options" (a JSON object).
+Media types: text/plain is UTF-8 text, application/x-npy (or application/octet-stream) a .npy file of token ids,
+multipart/form-data either of them as the file "prompt" with an optional field "options" (a JSON object).
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import tempfile
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from longprefill.orchestrator.api.body import check, parse
 from longprefill.orchestrator.api.errors import ApiError, invalid, unavailable
-from longprefill.orchestrator.api.parameters import MAX_TOKEN, JobOptions, Prompt
+from longprefill.orchestrator.api.parameters import MAX_TOKEN, JobOptions, Prompt, check_prompt_text
 
 NPY_MAGIC = b"\x93NUMPY"
-TEXT, BINARY, FORM = "text/plain", "application/octet-stream", "multipart/form-data"
-MEDIA_TYPES = (TEXT, BINARY, FORM)
+TEXT, NPY, FORM = "text/plain", "application/x-npy", "multipart/form-data"
+BINARY = (NPY, "application/octet-stream")
+MEDIA_TYPES = (TEXT, *BINARY, FORM)
 LISTS = ("stop", "stop_token_ids")
-MAX_OPTION_BYTES = 64 << 10
+MAX_FIELD_BYTES = 1 << 20
+"""Of a form's part that is no file: options, or a short prompt."""
 
 
 class Upload(NamedTuple):
@@ -69,7 +70,7 @@ def options_of(request: Request) -> JobOptions:
 
 async def _read_form(request: Request) -> Upload:
     try:
-        form = await request.form(max_files=1, max_fields=1, max_part_size=MAX_OPTION_BYTES)
+        form = await request.form(max_files=1, max_fields=2, max_part_size=MAX_FIELD_BYTES)
     except HTTPException as error:
         raise invalid(f"the form cannot be read: {error.detail}", code="invalid_form") from None
     try:
@@ -77,16 +78,18 @@ async def _read_form(request: Request) -> Upload:
         if unknown:
             raise invalid(f"{unknown[0][:80]} is not a part of this form: send prompt and options", param="form")
         file, options = form.get("prompt"), form.get("options")
-        if not isinstance(file, UploadFile):
-            raise invalid('the form has no file named "prompt"', param="prompt", code="missing_parameter")
+        if file is None:
+            raise invalid("the form has no prompt", param="prompt", code="missing_parameter")
         if options is None:
             parsed = options_of(request)
         elif isinstance(options, str):
-            parsed = parse(options.encode("utf-8", "replace"), JobOptions)
+            parsed = parse(options.encode("utf-8", "surrogatepass"), JobOptions)
         else:
             raise invalid("options is a file: send a JSON text", param="options")
-        is_npy = (file.filename or "").endswith(".npy") or file.content_type == BINARY
-        return Upload(await asyncio.to_thread(_prompt_of, file.file, BINARY if is_npy else TEXT), parsed)
+        if isinstance(file, str):
+            return Upload(check_prompt_text(file), parsed)
+        is_npy = (file.filename or "").endswith(".npy") or file.content_type in BINARY
+        return Upload(await asyncio.to_thread(_prompt_of, file.file, NPY if is_npy else TEXT), parsed)
     finally:
         await form.close()
 
@@ -97,7 +100,7 @@ def _prompt_of(file: Any, media_type: str) -> Prompt:
     file.seek(0)
     if num_bytes == 0:
         raise invalid("the prompt is empty: give at least one token", param="prompt")
-    if media_type == BINARY:
+    if media_type in BINARY:
         return _ids(file, num_bytes)
     if isinstance(file, tempfile.SpooledTemporaryFile):
         file.rollover()
@@ -107,7 +110,7 @@ def _prompt_of(file: Any, media_type: str) -> Prompt:
         except UnicodeDecodeError as error:
             raise invalid(
                 f"the prompt is not UTF-8 text: byte 0x{view[error.start]:02x} at offset {error.start}; token ids are "
-                f"a .npy file sent as {BINARY}",
+                f"a .npy file sent as {NPY}",
                 param="prompt",
             ) from None
 

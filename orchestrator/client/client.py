@@ -78,7 +78,7 @@ class Client:
         headers = {"idempotency-key": idempotency_key or f"client-{uuid.uuid4().hex}"}
         is_file = isinstance(prompt, Path)
         is_text = isinstance(prompt, str) or (is_file and prompt.suffix != ".npy")
-        headers["content-type"] = "text/plain; charset=utf-8" if is_text else "application/octet-stream"
+        headers["content-type"] = "text/plain; charset=utf-8" if is_text else "application/x-npy"
         query = {name: _in_query(value) for name, value in options.items() if value is not None}
 
         def send() -> dict[str, Any]:

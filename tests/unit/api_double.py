@@ -52,12 +52,17 @@ def token_at(tokens_T: np.ndarray, seed: int, sample: int, index: int, vocab_siz
 class ControllerDouble:
     """`pace` is awaited before every token: tests hold the job there. `away` calls fail next."""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_jobs: int = 1_000_000, max_tokens: int = 100_000) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, max_jobs: int = 1_000_000, max_tokens: int = 100_000, keep: int = 1000
+    ) -> None:
         self._tokenizer = tokenizer
         self.jobs: dict[str, DoubleJob] = {}
         self.keys: dict[tuple[str, str], tuple[str, JobRequest, bytes]] = {}
         self.max_jobs = max_jobs
         self.max_tokens = max_tokens
+        self.keep = keep
+        """Ended jobs; the oldest go first."""
+        self._num_accepted = 0
         self.away = 0
         self.lose_answers = 0
         """So many calls happen, and their answers are lost."""
@@ -82,7 +87,10 @@ class ControllerDouble:
             raise Busy(f"{self.max_jobs} jobs wait", 3.0)
         if tokens_T.size + request.max_new_tokens > self.max_tokens:
             raise Infeasible(f"no group holds {tokens_T.size} tokens")
-        name = f"job-{len(self.jobs):06d}"
+        if len(self.jobs) > 2 * self.keep:
+            self._forget()
+        name = f"job-{self._num_accepted:06d}"
+        self._num_accepted += 1
         view = JobView(
             id=name, tenant=request.tenant, state=JobState.QUEUED, reason=None, created_at=time.time(),
             started_at=None, finished_at=None, prompt_tokens=tokens_T.size, cached_tokens=0, position=0, num_steps=0,
@@ -98,6 +106,13 @@ class ControllerDouble:
         task.add_done_callback(self._tasks.discard)
         self._answered()
         return Submission(job=name, is_new=True, num_queued=len(self.jobs))
+
+    def _forget(self) -> None:
+        """Drops the oldest ended jobs, and the keys that named them."""
+        ended = [name for name, job in self.jobs.items() if job.view.state.is_final]
+        for name in ended[: max(0, len(ended) - self.keep)]:
+            del self.jobs[name]
+        self.keys = {key: value for key, value in self.keys.items() if value[0] in self.jobs}
 
     async def inspect(self, job: str, tenant: str | None) -> JobView:
         self._called("inspect")

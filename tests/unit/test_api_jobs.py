@@ -62,6 +62,7 @@ def test_every_form_of_a_prompt_is_the_same_prompt(directory: Path) -> None:
         as_text, as_binary = {"content-type": "text/plain; charset=utf-8"}, {"content-type": "application/octet-stream"}
         options = {"options": json.dumps({"max_new_tokens": 3, "stop": ["x"]})}
         answers = [
+            await api.ask("POST", JOBS, files={"prompt": (None, data)}),
             await api.submit(prompt=text),
             await api.submit(prompt=ids),
             await api.ask("POST", JOBS, content=data, headers=as_text),
@@ -101,7 +102,8 @@ BAD_UPLOADS: list[tuple[str, bytes, int]] = [
     ("application/x-www-form-urlencoded", b"prompt=a", 415),
     ("multipart/form-data", b"abc", 400),
     ("multipart/form-data; boundary=x", b"--x\r\nnothing", 400),
-    ("multipart/form-data; boundary=x", b'--x\r\ncontent-disposition: form-data; name="prompt"\r\n\r\na\r\n--x--', 400),
+    ("multipart/form-data; boundary=x", b'--x\r\ncontent-disposition: form-data; name="prompt"\r\n\r\n\r\n--x--', 400),
+    ("multipart/form-data; boundary=x", b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\na\r\n--x--', 400),
 ]
 
 
