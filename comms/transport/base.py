@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -45,6 +45,16 @@ class TransferState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where the owner of a pool takes pages from other machines."""
+
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+    """Of one channel at one generation: whoever has it may write there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolAddress:
     """Where a pool is, as published to other processes."""
 
@@ -52,6 +62,13 @@ class PoolAddress:
     num_bytes: int
     channel: int = 0
     """Row of the pool's generation table: what shares a channel is fenced together."""
+    endpoint: Endpoint | None = None
+    """None: reached through its file only, on the machine that it is on."""
+
+    @property
+    def endpoint_text(self) -> str:
+        """host:port, for messages."""
+        return "no endpoint" if self.endpoint is None else f"{self.endpoint.host}:{self.endpoint.port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Pools and the shared-memory transport: every byte where it belongs, nothing written after it was forbidden."""
+"""Pools and transports, by shared memory and by socket: every byte where it belongs, nothing written after it was
+forbidden."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longprefill.comms.transport import holder, shared_memory
+from longprefill.comms.transport import holder, queued
 from longprefill.comms.transport.base import (
     Copy,
     NotDrainedError,
@@ -29,7 +30,10 @@ from longprefill.comms.transport.base import (
     TransportError,
 )
 from longprefill.comms.transport.holder import Pool, attach_pool, create_pool, sweep_stale
-from longprefill.comms.transport.shared_memory import SharedMemoryTransport, pieces
+from longprefill.comms.transport.queued import QueuedTransport, pieces
+from longprefill.comms.transport.shared_memory import SharedMemoryTransport
+from longprefill.comms.transport.socket_server import PoolServer
+from longprefill.comms.transport.socket_transport import SocketTransport
 
 DEADLINE_S = 30.0
 
@@ -49,16 +53,42 @@ def make_pool(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
         pool.unlink()
 
 
+Reach = Callable[..., PoolAddress]
+KINDS: dict[str, type[QueuedTransport]] = {"shared memory": SharedMemoryTransport, "socket": SocketTransport}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture
-def transport() -> Iterator[SharedMemoryTransport]:
-    found = SharedMemoryTransport(max_queued=2)
+def transport(kind: str) -> Iterator[QueuedTransport]:
+    found = KINDS[kind](max_queued=2)
     yield found
     found.close()
 
 
 @pytest.fixture
+def reach(kind: str) -> Iterator[Reach]:
+    """The address at which a pool's channel is reached by this kind of transport."""
+    servers: dict[Path, PoolServer] = {}
+
+    def address(pool: Pool, channel: int = 0) -> PoolAddress:
+        if kind == "shared memory":
+            return pool.address(channel)
+        if pool.path not in servers:
+            servers[pool.path] = PoolServer(pool, "127.0.0.1")
+        return servers[pool.path].address(channel)
+
+    yield address
+    for server in servers.values():
+        server.close()
+
+
+@pytest.fixture
 def one_page_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "PIECE_BYTES", 64)
+    monkeypatch.setattr(queued, "PIECE_BYTES", 64)
 
 
 def in_child(body: Callable[[], Any]) -> Any:
@@ -95,7 +125,11 @@ def batches(draw: st.DrawFn) -> list[Copy]:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batch=batches())
 def test_every_byte_arrives_and_no_other_changes(
-    batch: list[Copy], transport: SharedMemoryTransport, make_pool: Callable[..., Pool], one_page_pieces: None
+    batch: list[Copy],
+    transport: QueuedTransport,
+    make_pool: Callable[..., Pool],
+    reach: Reach,
+    one_page_pieces: None,
 ) -> None:
     source_B = torch.randint(0, 256, (1000,), dtype=torch.uint8)
     pool = make_pool(1000)
@@ -105,7 +139,7 @@ def test_every_byte_arrives_and_no_other_changes(
         expected_B[copy.target : copy.target + copy.num_bytes] = source_B[copy.source : copy.source + copy.num_bytes]
     name = pool.path.name
     transport.register_pool(name, source_B)
-    peer = transport.connect(pool.address(), generation=0)
+    peer = transport.connect(reach(pool), generation=0)
     transfer = transport.submit(name, peer, batch, timeout_s=DEADLINE_S)
     progress = transport.wait(transfer, timeout_s=DEADLINE_S)
     transport.forget(transfer)
@@ -122,7 +156,7 @@ def test_pieces_are_the_batch_cut_and_joined(batch: list[Copy]) -> None:
 
     found = list(pieces(batch))
     assert places([copy for piece in found for copy in piece]) == places(batch)
-    assert all(0 < sum(copy.num_bytes for copy in piece) <= shared_memory.PIECE_BYTES for piece in found)
+    assert all(0 < sum(copy.num_bytes for copy in piece) <= queued.PIECE_BYTES for piece in found)
     one_run = [Copy(source=5 + i, target=9 + i, num_bytes=1) for i in range(20)]
     assert list(pieces(one_run)) == [[Copy(source=5, target=9, num_bytes=20)]]
 
@@ -151,15 +185,16 @@ def test_another_process_reads_what_was_written_and_writes_into_the_pool(make_po
 
 
 def test_a_write_of_an_old_generation_is_refused_at_connect_and_in_flight(
-    transport: SharedMemoryTransport, make_pool: Callable[..., Pool]
+    transport: QueuedTransport, make_pool: Callable[..., Pool], reach: Reach
 ) -> None:
     pool = make_pool(100)
     assert pool.generation() == 0
+    old = reach(pool)
     generation = pool.advance_generation(timeout_s=DEADLINE_S)
     with pytest.raises(TransportError, match="is at generation 1: a write of generation 0 is refused"):
-        transport.connect(pool.address(), generation=0)
+        transport.connect(old, generation=0)
     transport.register_pool("own", torch.ones(100, dtype=torch.uint8))
-    peer = transport.connect(pool.address(), generation=generation)
+    peer = transport.connect(reach(pool), generation=generation)
     assert pool.advance_generation(timeout_s=DEADLINE_S) == 2
     transfer = transport.submit("own", peer, [Copy(source=0, target=0, num_bytes=100)], timeout_s=DEADLINE_S)
     progress = transport.wait(transfer, timeout_s=DEADLINE_S)
@@ -168,10 +203,12 @@ def test_a_write_of_an_old_generation_is_refused_at_connect_and_in_flight(
     assert pool.bytes_B.eq(0).all()
 
 
-def test_channels_are_fenced_one_by_one(transport: SharedMemoryTransport, make_pool: Callable[..., Pool]) -> None:
+def test_channels_are_fenced_one_by_one(
+    transport: QueuedTransport, make_pool: Callable[..., Pool], reach: Reach
+) -> None:
     pool = make_pool(100)
     transport.register_pool("own", torch.ones(100, dtype=torch.uint8))
-    peers = [transport.connect(pool.address(channel), generation=0) for channel in (3, 4, holder.CHANNELS - 1)]
+    peers = [transport.connect(reach(pool, channel), generation=0) for channel in (3, 4, holder.CHANNELS - 1)]
     pool.advance_generation(3, timeout_s=DEADLINE_S)
     copy = Copy(source=0, target=0, num_bytes=100)
     transfers = []
@@ -217,18 +254,18 @@ def test_a_killed_writer_holds_nothing(make_pool: Callable[..., Pool]) -> None:
     there.close()
 
 
-def held(transport: SharedMemoryTransport, make_pool: Callable[..., Pool]) -> tuple[Pool, Pool, Any]:
+def held(transport: QueuedTransport, make_pool: Callable[..., Pool], reach: Reach) -> tuple[Pool, Pool, Any]:
     """A pool whose lock is held, so that every transfer to it stays where it is until that is released."""
     pool = make_pool(1000)
     owner = attach_pool(pool.address())
     transport.register_pool("own", torch.ones(1000, dtype=torch.uint8))
-    return pool, owner, transport.connect(pool.address(), generation=0)
+    return pool, owner, transport.connect(reach(pool), generation=0)
 
 
 COPY = Copy(source=0, target=0, num_bytes=1000)
 
 
-def submit_and_start(transport: SharedMemoryTransport, peer: Any) -> Any:
+def submit_and_start(transport: QueuedTransport, peer: Any) -> Any:
     """A submitted transfer that the copying thread has begun with."""
     transfer = transport.submit("own", peer, [COPY], timeout_s=DEADLINE_S)
     deadline_s = time.monotonic() + DEADLINE_S
@@ -239,9 +276,9 @@ def submit_and_start(transport: SharedMemoryTransport, peer: Any) -> Any:
 
 
 def test_a_cancelled_transfer_is_drained_before_the_call_returns(
-    transport: SharedMemoryTransport, make_pool: Callable[..., Pool], one_page_pieces: None
+    transport: QueuedTransport, make_pool: Callable[..., Pool], reach: Reach, one_page_pieces: None
 ) -> None:
-    pool, owner, peer = held(transport, make_pool)
+    pool, owner, peer = held(transport, make_pool, reach)
     with owner.locked(0, fcntl.F_WRLCK, time.monotonic() + DEADLINE_S):
         running = submit_and_start(transport, peer)
         queued = transport.submit("own", peer, [COPY], timeout_s=DEADLINE_S)
@@ -255,9 +292,9 @@ def test_a_cancelled_transfer_is_drained_before_the_call_returns(
 
 
 def test_a_done_transfer_stays_done_when_cancelled(
-    transport: SharedMemoryTransport, make_pool: Callable[..., Pool]
+    transport: QueuedTransport, make_pool: Callable[..., Pool], reach: Reach
 ) -> None:
-    _, owner, peer = held(transport, make_pool)
+    _, owner, peer = held(transport, make_pool, reach)
     transfer = transport.submit("own", peer, [COPY], timeout_s=DEADLINE_S)
     assert transport.wait(transfer, timeout_s=DEADLINE_S).state is TransferState.DONE
     assert transport.cancel_and_drain(transfer, timeout_s=DEADLINE_S).state is TransferState.DONE
@@ -267,8 +304,10 @@ def test_a_done_transfer_stays_done_when_cancelled(
     owner.close()
 
 
-def test_a_transfer_fails_at_its_deadline(transport: SharedMemoryTransport, make_pool: Callable[..., Pool]) -> None:
-    pool, owner, peer = held(transport, make_pool)
+def test_a_transfer_fails_at_its_deadline(
+    transport: QueuedTransport, make_pool: Callable[..., Pool], reach: Reach
+) -> None:
+    pool, owner, peer = held(transport, make_pool, reach)
     with owner.locked(0, fcntl.F_WRLCK, time.monotonic() + DEADLINE_S):
         late = transport.submit("own", peer, [COPY], timeout_s=0.02)
         progress = transport.wait(late, timeout_s=DEADLINE_S)
@@ -279,9 +318,9 @@ def test_a_transfer_fails_at_its_deadline(transport: SharedMemoryTransport, make
 
 
 def test_the_queue_is_bounded_and_its_end_is_told(
-    transport: SharedMemoryTransport, make_pool: Callable[..., Pool]
+    transport: QueuedTransport, make_pool: Callable[..., Pool], reach: Reach
 ) -> None:
-    _, owner, peer = held(transport, make_pool)
+    _, owner, peer = held(transport, make_pool, reach)
     with owner.locked(0, fcntl.F_WRLCK, time.monotonic() + DEADLINE_S):
         running = submit_and_start(transport, peer)
         for _ in range(2):
@@ -294,9 +333,9 @@ def test_the_queue_is_bounded_and_its_end_is_told(
     owner.close()
 
 
-def test_close_drains_and_ends_the_thread(make_pool: Callable[..., Pool]) -> None:
-    transport = SharedMemoryTransport()
-    _, owner, peer = held(transport, make_pool)
+def test_close_drains_and_ends_the_thread(kind: str, make_pool: Callable[..., Pool], reach: Reach) -> None:
+    transport = KINDS[kind]()
+    _, owner, peer = held(transport, make_pool, reach)
     with owner.locked(0, fcntl.F_WRLCK, time.monotonic() + DEADLINE_S):
         transfer = submit_and_start(transport, peer)
         with pytest.raises(NotDrainedError):
@@ -336,17 +375,21 @@ WRONG_CALLS: dict[str, tuple[Callable[[PageTransport, Any], object], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG_CALLS)
-def test_a_wrong_call_is_refused(name: str, transport: SharedMemoryTransport, make_pool: Callable[..., Pool]) -> None:
+def test_a_wrong_call_is_refused(
+    name: str, transport: QueuedTransport, make_pool: Callable[..., Pool], reach: Reach
+) -> None:
     call, expected = WRONG_CALLS[name]
-    pool, owner, peer = held(transport, make_pool)
+    pool, owner, peer = held(transport, make_pool, reach)
     with pytest.raises(TransportError, match=expected):
         call(transport, peer)
     assert pool.bytes_B.eq(0).all()
     owner.close()
 
 
-def test_a_disconnected_peer_takes_no_more(transport: SharedMemoryTransport, make_pool: Callable[..., Pool]) -> None:
-    _, owner, peer = held(transport, make_pool)
+def test_a_disconnected_peer_takes_no_more(
+    transport: QueuedTransport, make_pool: Callable[..., Pool], reach: Reach
+) -> None:
+    _, owner, peer = held(transport, make_pool, reach)
     transport.disconnect(peer, timeout_s=DEADLINE_S)
     with pytest.raises(TransportError, match="is not connected"):
         transport.submit("own", peer, [COPY], timeout_s=1)
