@@ -14,13 +14,14 @@ import torch
 from longprefill.orchestrator.align.compare import compare, first_deviation, pooled
 from longprefill.orchestrator.align.dequantized import write_dequantized
 from longprefill.orchestrator.align.observation import EXACT, Numbers, Observation, renumbered
+from longprefill.orchestrator.align.quantization import measure_paths, quantized_paths
 from longprefill.orchestrator.align.report import document_of, last_line, table_of
 from longprefill.orchestrator.align.request import check_oracle
 from longprefill.orchestrator.align.single import SingleRank
 from longprefill.partition.errors import ModelError, UserError
 from longprefill.workers.choices import Swap
 from longprefill.workers.model.checkpoint import write_checkpoint
-from longprefill.workers.model.families.registry import read_config
+from longprefill.workers.model.families.registry import config_from, read_config
 from longprefill.workers.model.sizes import RAW_CONFIGS
 
 from .engine_support import prompt
@@ -292,3 +293,29 @@ def test_growth_is_judged_by_one_rank(model: Path, seen: Observation) -> None:
 
 def test_records_are_renumbered(seen: Observation) -> None:
     assert {key[2] for key in renumbered(seen.record, 7)} == {7}
+
+
+# ---- what quantization does -----------------------------------------------------------------------------------------
+
+
+def test_each_quantized_path_alone_and_both(model: Path) -> None:
+    """Recalls are those of sets of positions; a cache that is not quantized, or not there, is no path."""
+    numbers = Numbers(dtype="fp32", latent="fp8", index="mxfp8")
+    rank, tokens = SingleRank(model, numbers), np.arange(150) % 500
+    effects = measure_paths(rank, numbers, tokens)
+    paths = [(effect.latent, effect.index) for effect in effects]
+    assert paths == [("fp8", "fp32"), ("fp32", "mxfp8"), ("fp8", "mxfp8")]
+    before, after = rank.run(tokens, numbers=EXACT), rank.run(tokens, numbers=numbers)
+    common = total = 0
+    for key, rows in before.record.items():
+        if key[0] == "positions":
+            for one, other in zip(rows.tolist(), after.record[key].tolist(), strict=True):
+                common, total = common + len({*one} & {*other} - {-1}), total + len({*one} - {-1})
+    assert effects[2].recall == pytest.approx(common / total)
+    assert 0 < common < total
+    assert effects[0].cache_bytes_per_token < effects[0].unquantized_bytes_per_token
+    assert effects[0].unquantized_bytes_per_token == 2 * 4 * (32 + 8 + 16)
+    assert effects[2].cache_bytes_per_token == 2 * (32 + 4 + 2 * 8 + 16 + 1)
+    assert measure_paths(rank, EXACT, tokens) == []
+    kimi = config_from(RAW_CONFIGS["kimi_linear", "tiny"])
+    assert quantized_paths(kimi, numbers) == [Numbers(dtype="fp32", latent="fp8", index="fp32")]

@@ -28,7 +28,7 @@ from longprefill.workers.probe import ProbeEntry, assemble
 
 from .engine_support import WHOLE, Job, prompt, steps_of
 from .mesh_faults import FAULTS, LENGTH, MESH, WHOLE_MODEL, Fault, OnlyIn, shifted_start, wrap
-from .mesh_support import Mesh, assert_agrees, one_rank, rows_of, run_mesh
+from .mesh_support import Mesh, assert_agrees, mesh_config, one_rank, rows_of, run_mesh, whole_model
 from .quantized_faults import QUANTIZED, QUANTIZED_FAULTS
 
 
@@ -70,6 +70,31 @@ def test_one_rank_with_the_same_fault_hides_nothing(fault: str, monkeypatch: pyt
     deviation = first_deviation(compare(QUANTIZED.config, expected, found, base=base))
     assert deviation is not None
     assert deviation.startswith(f"{case.place}: "), deviation
+
+
+@pytest.mark.parametrize("is_sound", [True, False], ids=["sound", "floor scale"])
+@pytest.mark.parametrize("pool", [1, 4])
+def test_quantized_rows_of_a_job_that_resumed(
+    pool: int, is_sound: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only the rows behind the snapshot are encoded again; it ends inside a page and inside a pool."""
+    whole = whole_model(mesh_config(index_kpool=pool), latent="fp8", index_key="mxfp8", seed=3)
+    job = Job(number=0, tokens=prompt(LENGTH, 0, whole.config.vocab_size))
+    steps = [[Slice(job=0, start=0, end=134)]]
+    record = one_rank(whole.exact, LENGTH).record
+    run_mesh(whole, [job], steps, Mesh(tp=2), record=record, export_to=tmp_path)
+    if not is_sound:
+        QUANTIZED_FAULTS["floor scale in the last layer"].apply(OnlyIn(monkeypatch, 3))
+    resumed: dict[str, Any] = {"snapshots": [tmp_path / "0.safetensors"], "starts": {0: 134}}
+    rows = rows_of(whole, [LENGTH], 128, Mesh(cp=3), **resumed)
+    (codes,) = [row for row in rows if row.place == "layer 3 (dsa) index key codes"]
+    assert codes.compared == LENGTH // pool - 134 // pool
+    deviation = first_deviation(rows)
+    if is_sound:
+        assert deviation is None
+    else:
+        assert deviation is not None
+        assert deviation.startswith("layer 3 (dsa) index key codes: "), deviation
 
 
 def test_partial_sums_of_a_dense_layer(monkeypatch: pytest.MonkeyPatch) -> None:
