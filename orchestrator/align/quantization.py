@@ -7,7 +7,7 @@ Both runs choose for themselves, so the recall and the errors are those that a u
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -67,16 +67,14 @@ def measure_paths(rank: SingleRank, numbers: Numbers, tokens: np.ndarray) -> lis
 
 
 def _effect(config: ModelConfig, before: Observation, after: Observation) -> PathEffect:
-    recalls = dict(_recalls(before, after))
-    weighted = [recall for recall, _ in recalls.values()]
-    num_selected = [count for _, count in recalls.values()]
+    kept, selected = _selections(before, after)
     last = len(config.layers)
     logits_NV, other_NV = before.activations[last, "logits"], after.activations[last, "logits"]
     return PathEffect(
         latent=after.numbers.latent,
         index=after.numbers.index,
-        recall=float(np.average(weighted, weights=num_selected)) if recalls else None,
-        recall_by_layer={layer: recall for layer, (recall, _) in sorted(recalls.items())},
+        recall=kept.total() / selected.total() if selected else None,
+        recall_by_layer={layer: kept[layer] / selected[layer] for layer in sorted(selected)},
         hidden_rms=_relative_rms(before.activations[last, "final hidden"], after.activations[last, "final hidden"]),
         logits_rms=_relative_rms(logits_NV, other_NV),
         changed_tokens=int((logits_NV.argmax(dim=1) != other_NV.argmax(dim=1)).sum()),
@@ -86,17 +84,20 @@ def _effect(config: ModelConfig, before: Observation, after: Observation) -> Pat
     )
 
 
-def _recalls(before: Observation, after: Observation) -> Iterator[tuple[int, tuple[float, int]]]:
-    """(layer, (recall, positions selected before)) of every layer that selects."""
+def _selections(before: Observation, after: Observation) -> tuple[Counter[int], Counter[int]]:
+    """By layer: positions that both selected, and those that were selected before."""
+    kept: Counter[int] = Counter()
+    selected: Counter[int] = Counter()
     for key, before_NK in before.record.items():
         kind, layer, *_ = key
         if kind != "positions" or not before_NK.numel():
             continue
-        num_selected = int((before_NK >= 0).sum())
         # one number for a row and a position
         row_N1 = torch.arange(before_NK.shape[0])[:, None] * before.num_tokens
         one, other = ((row_N1 + rows_NK)[rows_NK >= 0] for rows_NK in (before_NK.long(), after.record[key].long()))
-        yield layer, (int(torch.isin(one, other).sum()) / num_selected, num_selected)
+        kept[layer] += int(torch.isin(one, other).sum())
+        selected[layer] += one.numel()
+    return kept, selected
 
 
 def _relative_rms(before: torch.Tensor, after: torch.Tensor) -> float:
