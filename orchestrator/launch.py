@@ -84,6 +84,10 @@ class Holder:
         self._pools[label] = pool
         return pool.address()
 
+    def pool(self, label: str) -> Pool:
+        """The pool that this worker has."""
+        return self._pools[label]
+
     def remove_pool(self, label: str) -> None:
         pool = self._pools.pop(label, None)
         if pool is not None:

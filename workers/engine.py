@@ -35,7 +35,7 @@ from longprefill.workers.cache.pages import CacheFormats, CachePool, cache_kinds
 from longprefill.workers.choices import Record, Recorder, Replayer, Swap
 from longprefill.workers.dump import collect
 from longprefill.workers.handoff.parts import HandoffPart, HandoffTarget, pool_file_bytes, slot_bytes
-from longprefill.workers.handoff.sender import HandoffSender
+from longprefill.workers.handoff.sender import HandoffSender, check_link
 from longprefill.workers.model.families.registry import read_config
 from longprefill.workers.model.model import Model
 from longprefill.workers.model.sharding import local_config, parameter_ranges
@@ -223,7 +223,7 @@ class PrefillWorker(Worker):
     def check_link(self, address: PoolAddress) -> str | None:
         """Why this rank cannot write to a decode worker's pool; None: it can."""
         try:
-            attach_pool(address).close()
+            check_link(address)
         except TransportError as error:
             return str(error)
         return None

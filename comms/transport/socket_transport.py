@@ -72,7 +72,7 @@ class SocketLink:
     def _send(self, part: Sequence[Copy], source_B: torch.Tensor, deadline_s: float) -> None:
         # gathered into one buffer: its bytes cannot change between the checksum and the wire
         payload_B = torch.cat([source_B[copy.source : copy.source + copy.num_bytes] for copy in part]).cpu()
-        payload = memoryview(payload_B.numpy())
+        payload = payload_B.numpy().data
         places = b"".join(COPY.pack(copy.target, copy.num_bytes) for copy in part)
         wait_ms = max(1, min(int((deadline_s - time.monotonic()) * 1000), 0xFFFFFFFF))
         self._wire.send(FRAME.pack(len(part), len(payload), wait_ms, checksum_bytes(payload)) + places, deadline_s)

@@ -94,6 +94,9 @@ class HostSettings:
     """Of every rank beside one CPU: "GPU", "NPU", or a custom name of nodes."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment of the ranks, where Ray's workers do not have it already."""
+    listen: str | None = None
+    """Decode: address of its machine at which it takes pages from prefill groups on others, on a free port; None:
+    shared memory only. Unencrypted: for networks that are private to the service."""
     max_rebuilds: int = 10
     """After so many in a row without a finished step between them the host is failed."""
     max_running_samples: int = 64

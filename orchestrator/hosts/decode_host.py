@@ -17,6 +17,8 @@ import ray
 import torch
 
 from longprefill.comms.transport.base import PoolAddress, TransportError
+from longprefill.comms.transport.holder import CHANNELS
+from longprefill.comms.transport.socket_server import PoolServer
 from longprefill.orchestrator.errors import RunFailed
 from longprefill.orchestrator.hosts.contract import (
     DecodeTokens,
@@ -52,6 +54,8 @@ CALL_TIMEOUT_S = 60.0
 """For what runs between two iterations."""
 COMMIT_TIMEOUT_S = 110.0
 """Below the sender's deadline (orchestrator/handoff.py), so that it hears the reason."""
+LINK_CHANNEL = CHANNELS - 1
+"""Of no slot: only tried out."""
 CONCURRENCY = {"control": 4, "waiting": 4, "polling": 4, "commands": 16}
 T = TypeVar("T")
 
@@ -80,6 +84,7 @@ class DecodeHost:
         self._pages = PageAllocator(0)
         self._holder: Holder | None = None
         self._loop: DecodeLoop | None = None
+        self._server: PoolServer | None = None
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
@@ -135,6 +140,8 @@ class DecodeHost:
             self._starter.join(CALL_TIMEOUT_S)
         if self._loop is not None:
             self._loop.close()
+        if self._server is not None:
+            self._server.close()
         if self._holder is not None:
             self._holder.close()
 
@@ -144,7 +151,7 @@ class DecodeHost:
     def link(self, epoch: int) -> PoolAddress:
         self._check(epoch)
         self._condition.check_ready()
-        return self._address
+        return self._worker.receiver.publish(LINK_CHANNEL)
 
     @served_by("commands")
     def reserve(self, epoch: int, reservation: Reservation) -> HandoffTarget:
@@ -194,8 +201,10 @@ class DecodeHost:
             check_fits(replace(settings, cp=1, tp=1), config, PAGE_TOKENS, num_decode=0)
             self._holder = Holder(settings, config)
             self._worker = DecodeWorker()
-            self._address = self._holder.create_pool(self.settings.name)
-            self._worker.start(self._holder.spec(self._address, ALONE))
+            self._worker.start(self._holder.spec(self._holder.create_pool(self.settings.name), ALONE))
+            if self.settings.listen is not None:
+                self._server = PoolServer(self._holder.pool(self.settings.name), self.settings.listen)
+                self._worker.receiver.publish = self._server.address
         except UserError as error:
             self._condition.set("failed", str(error))
             return

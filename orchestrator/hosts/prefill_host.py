@@ -281,8 +281,8 @@ class PrefillHost:
         if refusals:
             label, reason = next(iter(refusals.items()))
             raise NoLink(
-                f"{label} of {self.settings.name} cannot write to the cache pool of {decode}: {reason}. Pages travel "
-                "through shared memory: run both on one machine, as one user, with one /dev/shm"
+                f"{label} of {self.settings.name} cannot write to the cache pool of {decode}: {reason}. Run both on "
+                "one machine, as one user, with one /dev/shm, or let the decode host listen at an address of its own"
             )
         self._links.add((decode, address.path))
 

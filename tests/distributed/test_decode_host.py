@@ -18,7 +18,7 @@ from longprefill.comms.checksum import checksum_bytes
 from longprefill.comms.manifest import Manifest
 from longprefill.comms.messages import Ack, Commit, Nack, decode, encode
 from longprefill.comms.torch_group import GroupSpec
-from longprefill.comms.transport.base import TransportError
+from longprefill.comms.transport.base import PoolAddress, TransportError
 from longprefill.orchestrator.hosts.contract import (
     GenerateRequest,
     HostSettings,
@@ -53,7 +53,7 @@ class Pair:
 
     def __init__(self, model: Path) -> None:
         cluster = ClusterSettings(model_dir=str(model), dtype="fp32", max_tokens=16 * PAGE_TOKENS)
-        self.host = DecodeHost(HostSettings(name="decode-0", cluster=cluster))
+        self.host = DecodeHost(HostSettings(name="decode-0", cluster=cluster, listen="127.0.0.1"))
         self.host.start(EPOCH)
         self.sent: tuple[bytes, bytes] | None = None
         """What the fuzz test changes; made once."""
@@ -158,6 +158,27 @@ def test_a_repeated_commit_is_acknowledged_again(pair: Pair, expected: list[int]
         pair.host.reserve(EPOCH, pair.reservation(1))
     pair.host.release(EPOCH, 0, "another transfer")
     assert pair.host.state(EPOCH).jobs[0].stage == "ended"
+
+
+def test_pages_by_socket(pair: Pair, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that does not find the pool's file sends to its endpoint; without one it says why it cannot."""
+    receiver = pair.host._worker.receiver
+    server = pair.host._server
+    assert server is not None
+
+    def elsewhere(channel: int) -> PoolAddress:
+        address = server.address(channel)
+        return replace(address, path=address.path.replace("-decode_0-", "-elsewhere-"))
+
+    monkeypatch.setattr(receiver, "publish", elsewhere)
+    assert pair.rank.check_link(pair.host.link(EPOCH)) is None
+    assert isinstance(pair.commit(pair.send()), Ack)
+    assert pair.generate() == expected
+    pair.host.release(EPOCH, 0)
+    monkeypatch.setattr(receiver, "publish", lambda channel: replace(elsewhere(channel), endpoint=None))
+    assert "cannot be opened" in (pair.rank.check_link(pair.host.link(EPOCH)) or "")
+    target = pair.host.reserve(EPOCH, pair.reservation())
+    assert "cannot be opened" in (pair.rank.open_handoff(0, target, 0) or "")
 
 
 def test_damage_is_refused_and_a_further_attempt_is_right(pair: Pair, expected: list[int]) -> None:

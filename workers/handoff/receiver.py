@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from longprefill.comms.checksum import checksum_bytes, checksum_tensor
 from longprefill.comms.fields import MessageError
 from longprefill.comms.manifest import Manifest, check_complete
 from longprefill.comms.messages import Ack, Commit, Nack, decode, encode
-from longprefill.comms.transport.base import TransportError
+from longprefill.comms.transport.base import PoolAddress, TransportError
 from longprefill.comms.transport.holder import Pool
 from longprefill.partition.layout import PAGE_TOKENS
 from longprefill.workers.cache.pages import CacheFormats, CachePool
@@ -70,6 +70,8 @@ class HandoffReceiver:
         self._slots_at = file.num_bytes - num_slots * self._slot_size
         self._free_slots = list(range(num_slots))
         self._jobs: dict[int, _Incoming] = {}
+        self.publish: Callable[[int], PoolAddress] = file.address
+        """The address of a channel, as senders are told it; a server of the pool adds its endpoint."""
 
     def reserve(self, job: int, transfer_id: str, attempt: int, table: tuple[int, ...]) -> HandoffTarget:
         """Room for a job. A further attempt of the same transfer fences all earlier ones.
@@ -92,7 +94,7 @@ class HandoffReceiver:
         known.attempt, known.table = attempt, table
         generation = self._file.advance_generation(known.slot, timeout_s=DRAIN_TIMEOUT_S)
         return HandoffTarget(
-            address=self._file.address(known.slot),
+            address=self.publish(known.slot),
             generation=generation,
             table=table,
             slot_offset=self._slot_at(known.slot),

@@ -9,9 +9,18 @@ import torch
 
 from longprefill.comms.checksum import checksum_tensor
 from longprefill.comms.manifest import LogitsEntry, PageEntry, StateEntry
-from longprefill.comms.transport.base import Copy, Peer, Transfer, TransferState, TransportError
-from longprefill.comms.transport.holder import Pool
+from longprefill.comms.transport.base import (
+    Copy,
+    PageTransport,
+    Peer,
+    PoolAddress,
+    Transfer,
+    TransferState,
+    TransportError,
+)
+from longprefill.comms.transport.holder import Pool, attach_pool
 from longprefill.comms.transport.shared_memory import SharedMemoryTransport
+from longprefill.comms.transport.socket_transport import SocketTransport
 from longprefill.partition.layout import PAGE_TOKENS
 from longprefill.workers.cache.pages import CachePool
 from longprefill.workers.cache.states import BoundaryState
@@ -26,6 +35,7 @@ POOL_NAME = "cache"
 @dataclass(kw_only=True)
 class _Outgoing:
     target: HandoffTarget
+    transport: PageTransport
     peer: Peer
     table: tuple[int, ...]
     slot: int
@@ -43,8 +53,7 @@ class HandoffSender:
         self._slot_size = slot_size
         self._free_slots = list(range(num_slots))
         self._slots_at = file.num_bytes - num_slots * slot_size
-        self._transport = SharedMemoryTransport(max_queued=MAX_IN_FLIGHT)
-        self._transport.register_pool(POOL_NAME, file.bytes_B)
+        self._transports: dict[type[PageTransport], PageTransport] = {}
         self._jobs: dict[int, _Outgoing] = {}
         self._in_flight: dict[int, deque[Transfer]] = {}
 
@@ -61,8 +70,10 @@ class HandoffSender:
             self.cancel(job)
         if not self._free_slots:
             raise TransportError(f"no slot is free for job {job}: {len(self._jobs)} jobs are being handed over")
-        peer = self._transport.connect(target.address, generation=target.generation)
-        self._jobs[job] = _Outgoing(target=target, peer=peer, table=table, slot=self._free_slots.pop(0))
+        transport = self._transport_to(target.address)
+        peer = transport.connect(target.address, generation=target.generation)
+        slot = self._free_slots.pop(0)
+        self._jobs[job] = _Outgoing(target=target, transport=transport, peer=peer, table=table, slot=slot)
         self._in_flight[job] = deque()
 
     def send_pages(self, job: int, start: int, end: int, *, is_last: bool) -> None:
@@ -114,15 +125,25 @@ class HandoffSender:
     def cancel(self, job: int) -> None:
         """Returns when nothing of the job moves any more."""
         for transfer in self._in_flight.get(job, ()):
-            self._transport.cancel_and_drain(transfer, timeout_s=DRAIN_TIMEOUT_S)
-            self._transport.forget(transfer)
+            transport = self._jobs[job].transport
+            transport.cancel_and_drain(transfer, timeout_s=DRAIN_TIMEOUT_S)
+            transport.forget(transfer)
         if job in self._jobs:
             self._in_flight[job].clear()
             self._forget(job)
 
     def close(self) -> None:
         """Cancels everything."""
-        self._transport.close()
+        for transport in self._transports.values():
+            transport.close()
+
+    def _transport_to(self, address: PoolAddress) -> PageTransport:
+        """Shared memory where the pool's file is on this machine, else its endpoint."""
+        kind = SharedMemoryTransport if is_file_here(address) else SocketTransport
+        if kind not in self._transports:
+            self._transports[kind] = kind(max_queued=MAX_IN_FLIGHT)
+            self._transports[kind].register_pool(POOL_NAME, self._file.bytes_B)
+        return self._transports[kind]
 
     def _fill_slot(
         self, outgoing: _Outgoing, state: BoundaryState, logits_V: torch.Tensor
@@ -145,23 +166,50 @@ class HandoffSender:
         queue = self._in_flight[job]
         while sum(len(transfers) for transfers in self._in_flight.values()) >= MAX_IN_FLIGHT:
             self._settle(next(name for name, transfers in self._in_flight.items() if transfers))
-        queue.append(self._transport.submit(POOL_NAME, self._jobs[job].peer, batch, timeout_s=TRANSFER_TIMEOUT_S))
+        outgoing = self._jobs[job]
+        queue.append(outgoing.transport.submit(POOL_NAME, outgoing.peer, batch, timeout_s=TRANSFER_TIMEOUT_S))
 
     def _settle(self, job: int) -> None:
         """Waits for the job's oldest batch."""
-        transfer = self._in_flight[job].popleft()
-        progress = self._transport.wait(transfer, timeout_s=TRANSFER_TIMEOUT_S + DRAIN_TIMEOUT_S)
+        transfer, transport = self._in_flight[job].popleft(), self._jobs[job].transport
+        progress = transport.wait(transfer, timeout_s=TRANSFER_TIMEOUT_S + DRAIN_TIMEOUT_S)
         if progress.state is not TransferState.DONE:
-            self._transport.cancel_and_drain(transfer, timeout_s=DRAIN_TIMEOUT_S)
-            self._transport.forget(transfer)
+            transport.cancel_and_drain(transfer, timeout_s=DRAIN_TIMEOUT_S)
+            transport.forget(transfer)
             raise TransportError(f"pages of job {job} from rank {self._rank}: {progress.state.value}: {progress.error}")
-        self._transport.forget(transfer)
+        transport.forget(transfer)
 
     def _forget(self, job: int) -> None:
         outgoing = self._jobs.pop(job)
         del self._in_flight[job]
         self._free_slots.append(outgoing.slot)
-        self._transport.disconnect(outgoing.peer, timeout_s=DRAIN_TIMEOUT_S)
+        outgoing.transport.disconnect(outgoing.peer, timeout_s=DRAIN_TIMEOUT_S)
+
+
+def is_file_here(address: PoolAddress) -> bool:
+    """Whether the pool can be mapped. With no other way to it, a reason is raised instead.
+
+    Raises:
+        TransportError: neither its file is here nor has it an endpoint.
+    """
+    try:
+        attach_pool(address).close()
+    except TransportError:
+        if address.endpoint is None:
+            raise
+        return False
+    return True
+
+
+def check_link(address: PoolAddress) -> None:
+    """Raises TransportError unless pages can be sent to the pool, whose channel has never been used."""
+    if is_file_here(address):
+        return
+    transport = SocketTransport()
+    try:
+        transport.connect(address, generation=0)
+    finally:
+        transport.close()
 
 
 def _merged(batch: list[Copy]) -> list[Copy]:
