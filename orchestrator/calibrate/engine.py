@@ -104,11 +104,12 @@ class EngineBench:
             state = BoundaryState.start(self.config, self.rank.dtype, self.rank.device)
         self.rank.open_job(0, self.tokens_T[: step.start + step.tokens], self.table, state)
         self.stopwatch.take_laps()
-        started = self.stopwatch.clock()
-        self.rank.run_step(StepPlan(slices=step.slices, layout=step.layout, exchange="all_gather", logits_of=()))
-        elapsed = self.stopwatch.clock() - started
+        plan = StepPlan(slices=step.slices, layout=step.layout, exchange="all_gather", logits_of=())
+        wall_started, started = time.perf_counter(), self.stopwatch.clock()
+        self.rank.run_step(plan)
+        elapsed, wall_s = self.stopwatch.clock() - started, time.perf_counter() - wall_started
         self.rank.close_job(0)
-        return self._sample(self.stopwatch.take_laps(), elapsed)
+        return self._sample(self.stopwatch.take_laps(), elapsed, wall_s / elapsed)
 
     def head_s(self, repeats: int = 3) -> float:
         """Logits of one row."""
@@ -182,7 +183,7 @@ class EngineBench:
         self.rank.close_job(0)
         return state
 
-    def _sample(self, laps: list[Lap], elapsed: float) -> StepSample:
+    def _sample(self, laps: list[Lap], elapsed: float, stretch: float) -> StepSample:
         layers: list[dict[str, tuple[float, ...]]] = [{} for _ in self.config.layers]
         boundary_s = sum(lap.seconds for lap in laps if lap.name == "boundary_state")
         for lap in laps:
@@ -194,6 +195,7 @@ class EngineBench:
             layers=tuple(map(self._tidied, layers, self.config.layers)),
             boundary_s=boundary_s,
             outside_s=elapsed - sum(lap.seconds for lap in laps),
+            stretch=stretch,
         )
 
     def _tidied(self, found: Mapping[str, tuple[float, ...]], layer: LayerConfig) -> dict[str, tuple[float, ...]]:

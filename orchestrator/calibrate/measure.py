@@ -68,6 +68,7 @@ def measure(
     """
     points: list[Point] = []
     boundary_s: list[float] = []
+    stretches: list[float] = []
     rounds: dict[str, int] = {}
     load = machine.describe()["load"]
     with Pair() as pair:
@@ -84,6 +85,7 @@ def measure(
             rounds[subject.name] = bench.run(share * budget_s * (1 - LINK_SHARE), report)
             points += bench.points
             boundary_s += bench.boundary_s
+            stretches += bench.stretches
             done += share
         progress("links", 1 - LINK_SHARE)
         pair.join()
@@ -103,6 +105,7 @@ def measure(
         overheads=overheads,
         measured=machine.describe()
         | {"load_before": load, "rounds": rounds, "clock": "CPU time of the computing thread; links: wall time"}
+        | {"wall_over_cpu": round(statistics.median(stretches), 4)}
         | {"models": [subject.name for subject in subjects], "longest_tokens": longest_tokens},
     )
 
@@ -123,6 +126,7 @@ class _ModelBench:
         self.subject = subject
         self.points: list[Point] = []
         self.boundary_s: list[float] = []
+        self.stretches: list[float] = []
         self._config = reduced(subject.config)
         self._shape = model_shape(self._config, subject.settings)
         self._full = model_shape(subject.config, subject.settings)
@@ -171,6 +175,7 @@ class _ModelBench:
         for sample in samples:
             self.points += step_points(step, sample, self._shape, copies)
             self.boundary_s.append(sample.boundary_s / len(self._config.layers))
+            self.stretches.append(sample.stretch)
 
     def _extras(self, report: Progress) -> None:
         """What does not depend on where a step is: head, folds, residual scheme."""

@@ -46,3 +46,5 @@ class StepSample:
     layers: tuple[dict[str, tuple[float, ...]], ...]
     boundary_s: float
     outside_s: float
+    stretch: float
+    """Wall time of the step over the clock's: above 1 where other processes took the core."""
