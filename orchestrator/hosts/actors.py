@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
 
-from longprefill.orchestrator.hosts.contract import NAMESPACE, HostSettings
+from longprefill.orchestrator.hosts.contract import NAMESPACE, HostSettings, HostState
+from longprefill.orchestrator.watch import end_process
+from longprefill.workers.spec import Whereabouts
+
+FREE_TIMEOUT_S = 10.0
+FREE_POLL_S = 0.05
 
 
 def create_host(settings: HostSettings, role: str) -> Any:
@@ -40,12 +47,26 @@ def find_host(name: str) -> Any | None:
         return None
 
 
-def end_host(name: str) -> None:
-    """Ends a host's actor and everything it has started, if it is there. `close` first, or its pool files stay until a
-    next host of this machine removes them."""
+def end_host(name: str, state: HostState | None = None) -> None:
+    """Ends a host's actor and everything it has started, if it is there, and returns when its name is free (or after
+    `FREE_TIMEOUT_S`). `close` first, or its pool files stay until a next host of this machine removes them. `state`,
+    its last one, helps with a stopped process: Ray ends none, so it is killed by its pid where that is known here."""
     host = find_host(name)
     if host is not None:
         ray.kill(host, no_restart=True)
+    if state is not None and state.machine == Whereabouts.here().machine and _is_ray_worker(state.pid):
+        end_process(state.pid)
+    deadline = time.monotonic() + FREE_TIMEOUT_S
+    while find_host(name) is not None and time.monotonic() < deadline:
+        time.sleep(FREE_POLL_S)
+
+
+def _is_ray_worker(pid: int) -> bool:
+    """The pid of a host that ended long ago may be another process's now."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
+    except OSError:
+        return False
 
 
 def cause_of(error: BaseException) -> BaseException:

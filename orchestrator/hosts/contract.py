@@ -162,6 +162,8 @@ class HostState:
     """The highest number that `run_step` was given; 0 before."""
     running: tuple[int, tuple[Slice, ...]] | None
     """(number, slices) of the step that runs now."""
+    machine: str = ""
+    """Where `pid` means something: `Whereabouts.machine` of the host."""
     first_cursor: int = 0
     """Decode: `poll` from here gives everything that was not acknowledged."""
 

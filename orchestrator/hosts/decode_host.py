@@ -115,6 +115,7 @@ class DecodeHost:
             generation=1,
             mesh="cp 1 x tp 1",
             pid=self._place.pid,
+            machine=self._place.machine,
             nodes=(self._place.node,),
             jobs=jobs,
             used_tokens=(self._num_pages - self._pages.num_free) * PAGE_TOKENS,
@@ -323,6 +324,8 @@ class DecodeHost:
         self._condition.check_ready()
         if self._loop is None:
             raise NotReady(f"{self.settings.name} is starting")
+        if self._loop.failure is not None:
+            raise NotReady(f"{self.settings.name} has failed: {self._loop.failure}")
         return self._loop
 
     def _call(self, function: Callable[[], T]) -> T:

@@ -116,6 +116,7 @@ class PrefillHost:
             generation=supervisor.generation,
             mesh=f"cp {cluster.cp} x tp {cluster.tp}",
             pid=self._place.pid,
+            machine=self._place.machine,
             nodes=tuple(dict.fromkeys(rank.place.node for rank in ranks if rank.place is not None)),
             jobs=() if group is None else tuple(self._described(group)),
             used_tokens=(num_pages - num_free) * PAGE_TOKENS,

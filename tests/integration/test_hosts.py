@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from longprefill.comms.transport.holder import sweep_stale
 from longprefill.orchestrator.hosts.actors import cause_of, create_host, end_host, find_host
@@ -60,6 +60,15 @@ class Service:
             return ray.get(self.begin(host, method, *arguments), timeout=120)
         except RayError as error:
             raise cause_of(error) from None
+
+    def ready(self, host: str = "prefill-0") -> Any:
+        """Its state once it is ready."""
+        wait_for(
+            lambda: self.ask(host, "await_ready", 10.0).state == "ready",
+            lambda: f"{host} to be ready: {self.state(host).state}, {self.state(host).reason}",
+            deadline_s=150,
+        )
+        return self.state(host)
 
     def open(self, prompt: np.ndarray, snapshot: str | None = None) -> int:
         job, self._next_job = self._next_job, self._next_job + 1
@@ -128,8 +137,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             for name in ("prefill-0", "decode-0"):
                 running.ask(name, "start")
             for name in ("prefill-0", "decode-0"):
-                state = running.ask(name, "await_ready", 60.0)
-                assert state.state == "ready", state.reason
+                running.ready(name)
             yield running
             for name in ("prefill-0", "decode-0"):
                 if find_host(name) is not None:
@@ -269,7 +277,7 @@ def test_a_killed_rank_is_replaced_and_a_snapshot_taken_up(service: Service, tmp
     cause = cause_of(failure.value)
     assert isinstance(cause, GroupLost)
     assert f"(pid {pid}) died" in str(cause)
-    state = service.ask("prefill-0", "await_ready", 60.0)
+    state = service.ready()
     assert (state.state, state.jobs, state.used_tokens) == ("ready", (), 0)
     assert (state.generation, state.num_restarts) == (generation + 1, 1)
     # the prompt's first 512 tokens come from the file
@@ -293,7 +301,7 @@ def test_an_idle_rank_that_dies_is_noticed(service: Service) -> None:
     generation = service.state().generation
     os.kill(pid_running(service.mark, "ray::PrefillWorker"), signal.SIGKILL)
     wait_for(lambda: service.state().generation > generation, lambda: "the loss of an idle rank")
-    assert service.ask("prefill-0", "await_ready", 60.0).state == "ready"
+    service.ready()
 
 
 def test_a_place_that_is_not_there_is_waited_for(service: Service) -> None:
@@ -314,20 +322,26 @@ def test_hosts_that_die(service: Service) -> None:
     job = service.open(PROMPTS[0])
     service.run(Slice(job=job, start=0, end=200))
     service.ask("prefill-0", "start_handoff", service.handoff(job))
-    os.kill(service.state("decode-0").pid, signal.SIGKILL)
+    state = service.state("decode-0")
+    os.kill(state.pid, signal.SIGKILL)
     with pytest.raises(HandoffFailed, match="decode-0"):
         service.ask("prefill-0", "finish_handoff", job)
-    wait_for(lambda: find_host("decode-0") is None, lambda: "the end of decode-0's name")
+    end_host("decode-0", state)
     create_host(HostSettings(name="decode-0", cluster=service.settings), "decode")
     service.ask("decode-0", "start")
-    assert service.ask("decode-0", "await_ready", 60.0).state == "ready"
+    service.ready("decode-0")
     assert service.hand_over(job).num_attempts == 1
     service.generate(job, SampleStart(sample=0))
     assert len(service.collect(1)[job, 0]) == NUM_NEW
     service.ask("decode-0", "release", job)
-    # a prefill host takes its ranks with it
-    os.kill(service.state().pid, signal.SIGKILL)
-    wait_for(
-        lambda: not any("ray::PrefillWorker" in line for line in marked(service.mark).values()),
-        lambda: f"ranks that live: {marked(service.mark)}",
-    )
+    # a prefill host that is stopped, which Ray does not see: its ranks go with it, and so does its place
+    state = service.state()
+    os.kill(state.pid, signal.SIGSTOP)
+    with pytest.raises(GetTimeoutError):
+        ray.get(service.begin("prefill-0", "state"), timeout=0.5)
+    ranks = [pid for pid, line in marked(service.mark).items() if "ray::PrefillWorker" in line]
+    end_host("prefill-0", state)
+    wait_for(lambda: not marked(service.mark).keys() & {state.pid, *ranks}, lambda: "the end of host and ranks")
+    create_host(HostSettings(name="prefill-0", cluster=service.settings), "prefill")
+    service.ask("prefill-0", "start")
+    service.ready()
