@@ -45,7 +45,7 @@ def create_app(config: ServiceConfig, controller: ControllerApi, model: ServedMo
     app.add_exception_handler(UserError, _refuse_user)
     app.add_exception_handler(RequestValidationError, _refuse_arguments)
     app.add_exception_handler(HTTPException, _refuse_route)
-    app.openapi = functools.cache(lambda: describe(app, needs_key=service.authenticator.needs_key))
+    app.openapi = functools.cache(lambda: describe(app, service))
     app.add_middleware(Guard, limits=_limits(config), upload_paths=(jobs.JOBS_PATH,))
     return app
 
@@ -96,7 +96,7 @@ async def _refuse_arguments(request: Request, error: Exception) -> Response:
 async def _refuse_route(request: Request, error: Exception) -> Response:
     """No such address, or not with this method."""
     assert isinstance(error, HTTPException)
-    path, method = request.url.path, request.method
+    path, method = request.scope["path"], request.method
     if error.status_code == 405:
         allowed = ", ".join(methods_of(request.app.openapi(), path)) or "GET"
         message = f"{method[:16]} is not a method of {path[:80]}: use {allowed}"

@@ -86,6 +86,8 @@ class Guard:
         target = len(scope.get("raw_path") or scope["path"].encode()) + len(scope["query_string"])
         if target > MAX_TARGET_BYTES:
             raise ApiError(414, f"the address has {target} bytes: use at most {MAX_TARGET_BYTES}", code="uri_too_long")
+        if not scope["query_string"].isascii():
+            raise ApiError(400, "the query is not ASCII: write other characters as %XX", code="invalid_query")
         num_bytes = sum(len(name) + len(value) for name, value in headers)
         if len(headers) > MAX_HEADERS or num_bytes > MAX_HEADER_BYTES:
             raise ApiError(

@@ -5,14 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from longprefill.orchestrator.api.parameters import ChatParameters, CompletionParameters, JobOptions, JobParameters
+from longprefill.orchestrator.api.parameters import (
+    ChatParameters,
+    CompletionParameters,
+    JobOptions,
+    JobParameters,
+    prompt_schema,
+    prompts_schema,
+)
+
+if TYPE_CHECKING:
+    from longprefill.orchestrator.api.service import Service
 
 BODIES: tuple[type[BaseModel], ...] = (CompletionParameters, ChatParameters, JobOptions, JobParameters)
 REFERENCE = "#/components/schemas/{model}"
@@ -95,8 +105,9 @@ def job_body() -> dict[str, Any]:
     return body
 
 
-def describe(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
-    """The document of all routes of `app`."""
+def describe(app: FastAPI, service: Service) -> dict[str, Any]:
+    """The document of all routes of `app`, with the limits of its model and configuration."""
+    needs_key = service.authenticator.needs_key
     document = get_openapi(
         title="longprefill",
         version=version("longprefill"),
@@ -108,6 +119,7 @@ def describe(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
         schemas.pop(name, None)  # FastAPI's own: this service answers 400 in OpenAI's shape
     _, described = models_json_schema([(model, "validation") for model in BODIES], ref_template=REFERENCE)
     schemas |= described["$defs"] | {"Error": ERROR_SCHEMA}
+    _limit(schemas, service)
     for path in document["paths"].values():
         for method, operation in path.items():
             if method in METHODS:
@@ -115,6 +127,23 @@ def describe(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
     if not needs_key:
         document["components"].pop("securitySchemes", None)
     return document
+
+
+def _limit(schemas: dict[str, Any], service: Service) -> None:
+    """Puts in what the types cannot know."""
+    model = service.model
+    limits = {
+        **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), model.max_new_tokens),
+        "timeout_s": service.config.service.request_timeout_s,
+    }
+    for name in (kind.__name__ for kind in BODIES):
+        properties = schemas[name]["properties"]
+        for limited in limits.keys() & properties.keys():
+            schema = properties[limited]
+            schema.get("anyOf", [schema])[0]["maximum"] = limits[limited]
+        if "prompt" in properties:
+            describe_prompt = prompts_schema if name == CompletionParameters.__name__ else prompt_schema
+            properties["prompt"] = describe_prompt(model.vocab_size, model.max_prompt_tokens)
 
 
 def _complete(operation: dict[str, Any], *, needs_key: bool) -> None:

@@ -35,15 +35,19 @@ MAX_CHAT_LOGPROBS = 20
 Prompt = str | np.ndarray
 """Text, or token ids int32 [T]."""
 
-TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN}, "minItems": 1}
-PROMPT_SCHEMA = {"anyOf": [{"type": "string", "minLength": 1}, TOKEN_IDS_SCHEMA]}
-PROMPTS_SCHEMA = {
-    "anyOf": [
-        *PROMPT_SCHEMA["anyOf"],
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
-        {"type": "array", "items": TOKEN_IDS_SCHEMA, "minItems": 1, "maxItems": MAX_PROMPTS},
-    ]
-}
+
+def prompt_schema(vocab_size: int = MAX_TOKEN + 1, max_tokens: int | None = None) -> dict[str, Any]:
+    """JSON schema of a prompt."""
+    ids: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}}
+    ids |= {"minItems": 1} | ({} if max_tokens is None else {"maxItems": max_tokens})
+    return {"anyOf": [{"type": "string", "minLength": 1}, ids]}
+
+
+def prompts_schema(vocab_size: int = MAX_TOKEN + 1, max_tokens: int | None = None) -> dict[str, Any]:
+    """JSON schema of one or several prompts."""
+    single = prompt_schema(vocab_size, max_tokens)["anyOf"]
+    several = [{"type": "array", "items": kind, "minItems": 1, "maxItems": MAX_PROMPTS} for kind in single]
+    return {"anyOf": [*single, *several]}
 
 
 def one_prompt(value: object) -> Prompt:
@@ -62,21 +66,6 @@ def one_prompt(value: object) -> Prompt:
     if min(value) < 0 or max(value) > MAX_TOKEN:
         raise ValueError(f"a token id is outside of 0 to {MAX_TOKEN}")
     return np.asarray(value, dtype=np.int32)
-
-
-def check_prompt_text(text: str) -> str:
-    """Text that was no JSON.
-
-    Raises:
-        ApiError: 400, it is empty or no Unicode.
-    """
-    if not text:
-        raise invalid("the prompt is empty: give at least one token", param="prompt")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise invalid("the prompt is not UTF-8 text", param="prompt") from None
-    return text
 
 
 def several_prompts(value: object) -> tuple[Prompt, ...]:
@@ -144,7 +133,7 @@ class Generation(Parameters):
 class CompletionParameters(Generation):
     model_config = ConfigDict(json_schema_extra=_extra(COMPLETION_NEUTRAL))
 
-    prompt: Annotated[tuple[Prompt, ...], PlainValidator(several_prompts), WithJsonSchema(PROMPTS_SCHEMA)]
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(several_prompts), WithJsonSchema(prompts_schema())]
     max_tokens: MaxTokens = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -225,4 +214,4 @@ class JobOptions(Parameters):
 
 
 class JobParameters(JobOptions):
-    prompt: Annotated[Prompt, PlainValidator(one_prompt), WithJsonSchema(PROMPT_SCHEMA)]
+    prompt: Annotated[Prompt, PlainValidator(one_prompt), WithJsonSchema(prompt_schema())]

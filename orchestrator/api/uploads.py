@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import re
 import tempfile
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from longprefill.orchestrator.api.body import check, parse
 from longprefill.orchestrator.api.errors import ApiError, invalid, unavailable
-from longprefill.orchestrator.api.parameters import MAX_TOKEN, JobOptions, Prompt, check_prompt_text
+from longprefill.orchestrator.api.forms import read_form
+from longprefill.orchestrator.api.parameters import MAX_TOKEN, JobOptions, Prompt
 
 NPY_MAGIC = b"\x93NUMPY"
+NPY_DTYPE = re.compile(rb"""['"]descr['"]\s*:\s*['"]([<>|=][iu][1248])['"]""")
+NPY_SHAPE = re.compile(rb"""['"]shape['"]\s*:\s*\(\s*([0-9]{1,15})\s*,\s*\)""")
 TEXT, NPY, FORM = "text/plain", "application/x-npy", "multipart/form-data"
 BINARY = (NPY, "application/octet-stream")
 MEDIA_TYPES = (TEXT, *BINARY, FORM)
 LISTS = ("stop", "stop_token_ids")
-MAX_FIELD_BYTES = 1 << 20
-"""Of a form's part that is no file: options, or a short prompt."""
 
 
 class Upload(NamedTuple):
@@ -40,10 +41,10 @@ async def read_upload(request: Request, media_type: str) -> Upload:
         ApiError: 400 not what its type says, 415 an unknown type, 503 no room on the disk.
     """
     try:
-        if media_type == FORM:
-            return await _read_form(request)
-        options = options_of(request)
         with tempfile.TemporaryFile(prefix="longprefill-upload-") as file:
+            if media_type == FORM:
+                return await _read_form(request, file)
+            options = options_of(request)
             async for piece in request.stream():
                 await asyncio.to_thread(file.write, piece)
             return Upload(await asyncio.to_thread(_prompt_of, file, media_type), options)
@@ -68,33 +69,14 @@ def options_of(request: Request) -> JobOptions:
     return check(given, JobOptions, from_texts=True)
 
 
-async def _read_form(request: Request) -> Upload:
-    try:
-        form = await request.form(max_files=1, max_fields=2, max_part_size=MAX_FIELD_BYTES)
-    except HTTPException as error:
-        raise invalid(f"the form cannot be read: {error.detail}", code="invalid_form") from None
-    try:
-        unknown = [name for name in form if name not in ("prompt", "options")]
-        if unknown:
-            raise invalid(f"{unknown[0][:80]} is not a part of this form: send prompt and options", param="form")
-        file, options = form.get("prompt"), form.get("options")
-        if file is None:
-            raise invalid("the form has no prompt", param="prompt", code="missing_parameter")
-        if options is None:
-            parsed = options_of(request)
-        elif isinstance(options, str):
-            parsed = parse(options.encode("utf-8", "surrogatepass"), JobOptions)
-        else:
-            raise invalid("options is a file: send a JSON text", param="options")
-        if isinstance(file, str):
-            return Upload(check_prompt_text(file), parsed)
-        is_npy = (file.filename or "").endswith(".npy") or file.content_type in BINARY
-        return Upload(await asyncio.to_thread(_prompt_of, file.file, NPY if is_npy else TEXT), parsed)
-    finally:
-        await form.close()
+async def _read_form(request: Request, file: IO[bytes]) -> Upload:
+    form = await read_form(request.headers["content-type"], request.stream(), file)
+    options = options_of(request) if form.options is None else parse(form.options, JobOptions)
+    is_npy = form.file_name.endswith(".npy") or form.media_type in BINARY
+    return Upload(await asyncio.to_thread(_prompt_of, file, NPY if is_npy else TEXT), options)
 
 
-def _prompt_of(file: Any, media_type: str) -> Prompt:
+def _prompt_of(file: IO[bytes], media_type: str) -> Prompt:
     """Text or token ids of an open file."""
     num_bytes = file.seek(0, 2)
     file.seek(0)
@@ -102,8 +84,7 @@ def _prompt_of(file: Any, media_type: str) -> Prompt:
         raise invalid("the prompt is empty: give at least one token", param="prompt")
     if media_type in BINARY:
         return _ids(file, num_bytes)
-    if isinstance(file, tempfile.SpooledTemporaryFile):
-        file.rollover()
+    file.flush()
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
         try:
             return str(view, "utf-8")  # pyright: ignore[reportArgumentType, reportCallIssue] - a buffer like any other
@@ -116,27 +97,23 @@ def _prompt_of(file: Any, media_type: str) -> Prompt:
 
 
 def _ids(file: IO[bytes], num_bytes: int) -> np.ndarray:
-    """Token ids int32 [T] of a .npy file. Nothing is unpickled, and no more is read than is there."""
-    if file.read(len(NPY_MAGIC)) != NPY_MAGIC:
+    """Token ids int32 [T] of a .npy file. Its header is matched, not evaluated, and no more is read than is there."""
+    start = file.read(len(NPY_MAGIC) + 2)
+    if not start.startswith(NPY_MAGIC):
         raise invalid(f"the prompt is no .npy file: send text as {TEXT}", param="prompt")
-    file.seek(0)
-    try:
-        version = np.lib.format.read_magic(file)
-        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        if version not in read_header:
-            raise ValueError(f"version {version}")
-        shape, _, dtype = read_header[version](file)
-    except (ValueError, TypeError, EOFError, OverflowError, RecursionError, MemoryError) as error:
-        raise invalid(f"the prompt is not a .npy file that can be read: {str(error)[:120]}", param="prompt") from None
-    if len(shape) != 1 or dtype.kind not in "iu":
+    length_bytes = {b"\x01\x00": 2, b"\x02\x00": 4, b"\x03\x00": 4}.get(start[len(NPY_MAGIC) :])
+    header = b"" if length_bytes is None else file.read(min(int.from_bytes(file.read(length_bytes), "little"), 4096))
+    dtype, shape = NPY_DTYPE.search(header), NPY_SHAPE.search(header)
+    if dtype is None or shape is None:
         raise invalid(
-            f"the prompt holds dtype {str(dtype)[:40]} and shape {str(shape)[:40]}: it has one dimension of integers",
+            f"the prompt's .npy header is {header[:80]!r}: it must say integers of one dimension, as numpy.save does",
             param="prompt",
         )
-    held = (num_bytes - file.tell()) // dtype.itemsize
-    if not 0 < shape[0] <= held:
-        raise invalid(f"the prompt's header says {shape[0]} tokens and the file holds {held}", param="prompt")
-    ids_T = np.frombuffer(file.read(shape[0] * dtype.itemsize), dtype=dtype)
+    width = np.dtype(dtype[1].decode())
+    num_tokens, held = int(shape[1]), (num_bytes - file.tell()) // width.itemsize
+    if not 0 < num_tokens <= held:
+        raise invalid(f"the prompt's header says {num_tokens} tokens and the file holds {held}", param="prompt")
+    ids_T = np.frombuffer(file.read(num_tokens * width.itemsize), dtype=width)
     if ids_T.min() < 0 or ids_T.max() > MAX_TOKEN:
         raise invalid(f"a token id is outside of 0 to {MAX_TOKEN}", param="prompt")
     return ids_T.astype(np.int32)
