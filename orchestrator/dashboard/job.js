@@ -120,8 +120,7 @@ export class JobPage {
       part("Time to first token", p.ttft, p.ttftFacts),
       part("Timeline", p.timeline, el("div", { class: "tools" }, p.traceLoad, p.traceSave), p.traceNote, p.ranks),
       part("Steps", p.steps),
-      el("div", { class: "beside" }, part("Balance over ranks", p.balance), part("Sent between ranks", p.traffic)),
-      p.reportFacts,
+      el("div", { class: "beside" }, part("Balance over ranks", p.balance, p.reportFacts), part("Sent between ranks", p.traffic)),
       el("details", { ontoggle: (event) => this.#showOutput(event.currentTarget) }, el("summary", {}, "Generated text"), p.output),
       el("details", {}, el("summary", {}, "Request"), p.request),
     );
@@ -250,7 +249,7 @@ export class JobPage {
     const known = CATEGORIES.filter((category) => ranks.some((rank) => category in rank.seconds));
     if (this.rankTable?.categories !== known.join()) {
       const columns = [{ title: "Rank", className: "name", text: (rank) => rank.label }, ...known.map((category) => ({ title: category, className: "number", text: (rank) => seconds(rank.seconds[category] ?? 0) }))];
-      this.rankTable = new LiveTable({ place: p.ranks, caption: "Seconds by rank and kind of span", columns, key: (rank) => rank.label, empty: "No rank has worked on it yet." });
+      this.rankTable = new LiveTable({ cards: true, place: p.ranks, caption: "Seconds by rank and kind of span", columns, key: (rank) => rank.label, empty: "No rank has worked on it yet." });
       this.rankTable.categories = known.join();
     }
     this.rankTable.show(ranks);

@@ -132,7 +132,8 @@ function serviceState(cluster) {
     const own = cluster.groups.filter((group) => group.role === role);
     if (own.length > 0 && !own.some((group) => group.state === "ready")) return [`no ${role} ${role === "prefill" ? "group" : "worker"} ready`, "warn"];
   }
-  return ["ready", "good"];
+  const down = cluster.groups.filter((group) => group.state !== "ready").length;
+  return down === 0 ? ["ready", "good"] : [`ready, ${down} of ${cluster.groups.length} groups down`, "warn"];
 }
 
 function badgeOf(item) {
@@ -149,7 +150,7 @@ function jobColumns(cancel) {
   return [
     { title: "Job", className: "id", build: (job) => el("a", { href: `#/jobs/${encodeURIComponent(job.id)}` }, job.id) },
     { title: "Tenant", className: "name", text: (job) => job.tenant },
-    { title: "State", className: "wide", build: badgeOf, update: updateBadgeOf },
+    { title: "State", className: "half", build: badgeOf, update: updateBadgeOf },
     {
       title: "Prefill",
       className: "wide",
@@ -190,7 +191,7 @@ const GROUP_COLUMNS = [
   { title: "Role", text: (group) => group.role },
   {
     title: "State",
-    className: "wide",
+    className: "half",
     build: () => el("div", {}, stateBadge("", "idle"), el("span", { class: "reason" })),
     update(cell, group) {
       updateBadge(cell.firstChild, group.state, GROUP_TONES[group.state] ?? "idle");
@@ -212,7 +213,7 @@ const GROUP_COLUMNS = [
   },
   {
     title: "Jobs",
-    className: "id",
+    className: "id half",
     build: () => el("div"),
     update(cell, group) {
       if (cell.dataset.jobs === group.jobs.join(" ")) return;

@@ -15,7 +15,6 @@ from longprefill.orchestrator.api.link import ControllerAway
 from longprefill.orchestrator.controller.contract import (
     Busy,
     ClusterView,
-    Conflict,
     GroupView,
     Readiness,
     Submission,
@@ -35,6 +34,8 @@ from longprefill.orchestrator.job import (
 )
 
 RANKS = 2
+TOKENS_PER_S = 18_600
+"""Of a group at work."""
 
 
 @dataclass
@@ -56,7 +57,8 @@ class SceneController:
         self.metrics_of = Metrics(3, "hybrid-48b")
         self.is_away = False
         self.cancels: list[str] = []
-        self._changed = asyncio.Event()
+        self._changed: asyncio.Event | None = None
+        self._counted_at = time.time()
 
     # ---- arranging -----------------------------------------------------------------------------------------------
 
@@ -109,7 +111,12 @@ class SceneController:
         job = self.jobs[name]
         at = time.time() if at is None else at
         job.events.append(JobEvent(job=name, number=len(job.events) + 1, at=at, kind=kind, data=data))
-        self._changed.set()
+        if self._changed is not None:
+            self._changed.set()
+
+    def begin(self) -> None:
+        """Is served from now on, by the loop that runs."""
+        self._changed = asyncio.Event()
 
     # ---- ControllerApi -------------------------------------------------------------------------------------------
 
@@ -146,8 +153,6 @@ class SceneController:
 
     async def trace(self, job: str, tenant: str | None) -> dict[str, Any]:
         found = self._job(job, tenant)
-        if not (self.traces.directory / f"{job}.jsonl").exists():
-            raise Conflict("there are no traces: start the service with trace = true in [service]")
         return self.traces.chrome_trace(job, found.events, time.time())
 
     async def cluster(self) -> ClusterView:
@@ -174,6 +179,9 @@ class SceneController:
         for stage in ("queued", "prefilling", "handing_off", "generating"):
             number = sum(job.view.state.value == stage for job in self.jobs.values())
             self.metrics_of.stage.labels(stage).set(number)
+            if stage == "prefilling" and number:
+                self.metrics_of.tokens.labels("prefilled").inc((time.time() - self._counted_at) * TOKENS_PER_S * number)
+        self._counted_at = time.time()
         return self.metrics_of.text()
 
     async def drain(self, timeout_s: float) -> bool:
@@ -191,6 +199,7 @@ class SceneController:
         return found
 
     async def _wait(self, is_there: Callable[[], bool], timeout_s: float) -> None:
+        assert self._changed is not None, "it is not served"
         try:
             async with asyncio.timeout(timeout_s):
                 while not is_there():

@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 import uvicorn
 
 from longprefill.orchestrator.api.app import create_app
+from longprefill.orchestrator.api.link import PatientController
 from longprefill.orchestrator.api.served_model import ServedModel
 from longprefill.orchestrator.config import ApiKey, DecodePool, ModelSection, PrefillPool, ServiceConfig, ServiceSection
 
@@ -46,11 +47,11 @@ class SceneServer:
             keys=tuple(keys),
         )
         self.scene = scene
-        app = create_app(config, scene, MODEL)
+        self._app = create_app(config, scene, MODEL)
         self._socket = socket.create_server(("127.0.0.1", port), reuse_port=False)
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        settings = uvicorn.Config(app, lifespan="off", ws="none", log_level="error", timeout_graceful_shutdown=1)
+        settings = uvicorn.Config(self._app, lifespan="off", ws="none", log_level="error", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(settings)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="scene server", daemon=True)
@@ -78,9 +79,15 @@ class SceneServer:
 
         return asyncio.run_coroutine_threadsafe(on_loop(), self._loop).result(DEADLINE_S)
 
+    def patience(self, seconds: float) -> None:
+        """How long the HTTP side waits for a controller that is away."""
+        service = self._app.state.service
+        object.__setattr__(service, "controller", PatientController(self.scene, patience_s=seconds))
+
     def _run(self) -> None:
         asyncio.run(self._main())
 
     async def _main(self) -> Any:
         self._loop = asyncio.get_running_loop()
+        self.scene.begin()
         await self._server.serve([self._socket])
