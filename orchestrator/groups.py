@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from longprefill.comms.torch_group import GroupSpec, create_store
@@ -42,7 +43,8 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 15.0
 """For a surviving rank to come back from a collective that failed."""
 REPLACE_TIMEOUT_S = 60.0
-"""For a new process in the place of a dead one; a place that is gone with its machine takes for ever."""
+"""For a new process in the place of a dead one."""
+PLACE_POLL_S = 1.0
 
 
 @dataclass(kw_only=True)
@@ -233,11 +235,24 @@ class PrefillGroup:
             self.watch.remove(self.ranks[rank])
             self.ranks[rank].end()
         if lost:
-            started = start_workers(self.watch, self.new_workers(lost), place_timeout_s=REPLACE_TIMEOUT_S)
+            new = self.new_workers(lost)
+            self._await_placed(new)
+            started = start_workers(self.watch, new)
             for rank, worker in zip(lost, started, strict=True):
                 self.ranks[rank] = worker.watched
         self.form()
         return len(lost)
+
+    def _await_placed(self, workers: Sequence[NewWorker]) -> None:
+        """Raises RunFailed when the place is gone with its machine, or nothing runs there in time."""
+        pending = [worker.actor.describe.remote() for worker in workers]
+        deadline = time.monotonic() + REPLACE_TIMEOUT_S
+        while pending:
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=PLACE_POLL_S)
+            if pending and placement_group_table(self.placement)["state"] != "CREATED":
+                raise RunFailed("its place is gone with a machine")
+            if pending and time.monotonic() > deadline:
+                raise RunFailed(f"no new process came up in its place within {REPLACE_TIMEOUT_S:.0f} s")
 
     def is_open(self, job: int) -> bool:
         return job in self._jobs

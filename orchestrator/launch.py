@@ -37,9 +37,7 @@ class StartedWorker:
     info: WorkerInfo
 
 
-def start_workers(
-    watch: Watch, workers: Sequence[NewWorker], *, place_timeout_s: float = START_TIMEOUT_S
-) -> list[StartedWorker]:
+def start_workers(watch: Watch, workers: Sequence[NewWorker]) -> list[StartedWorker]:
     """Starts all of them at once and puts them under watch, in this order.
 
     Raises:
@@ -47,7 +45,7 @@ def start_workers(
         RunFailed: a worker did not start.
     """
     places: Mapping[str, Whereabouts] = watch.wait(
-        {worker.label: worker.actor.describe.remote() for worker in workers}, deadline_s=place_timeout_s
+        {worker.label: worker.actor.describe.remote() for worker in workers}, deadline_s=START_TIMEOUT_S
     )
     watched = [Watched.at(places[w.label], label=w.label, actor=w.actor) for w in workers]
     for worker in watched:
