@@ -151,6 +151,18 @@ def align(
 
 @app.command()
 @user_facing
+def serve(
+    config: Annotated[Path, typer.Option(help="TOML file; examples/serve has some.")],
+) -> None:
+    """Serve a model over HTTP: many jobs, prefill groups, decode workers, until SIGTERM or Ctrl-C."""
+    from longprefill.orchestrator.serve_command import serve as run_service
+
+    signal.signal(signal.SIGTERM, terminate)
+    run_service(config)
+
+
+@app.command()
+@user_facing
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:

@@ -100,6 +100,11 @@ class ControllerService:
         """
         await asyncio.shield(self._ready().failure)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether `start` has got through."""
+        return self._core is not None
+
     async def stop(self, *, end_hosts: bool) -> None:
         """Ends all work at once. Jobs stay in the journal and on their hosts, unless these end too."""
         core, self._core, self._trouble = self._core, None, "it has ended"

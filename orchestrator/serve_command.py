@@ -1,0 +1,335 @@
+"""`longprefill serve`: everything checked, Ray started or joined, controller, workers and HTTP started at once; then
+this process watches over them until it is told to end, and ends what it has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import typer
+
+from longprefill.orchestrator.config import ConfigError, ServiceConfig
+from longprefill.orchestrator.config_file import read_service_config
+from longprefill.orchestrator.errors import RunFailed
+from longprefill.orchestrator.placement import demands, unsatisfiable
+from longprefill.orchestrator.ray_runtime import LocalRay, processes_naming, worker_environment
+from longprefill.orchestrator.service_checks import check_service
+from longprefill.partition.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 900.0
+END_TIMEOUT_S = 30.0
+POLL_S = 0.2
+WATCH_S = 1.0
+SILENCE_S = 60.0
+"""A cluster that was joined is gone when it has not answered for so long."""
+LOCK_NAME = "serve.lock"
+SERVERS = ("gcs_server", "raylet")
+
+
+def serve(config_file: Path) -> None:
+    """Runs the service until SIGTERM or SIGINT, which drain it first; a second one ends it at once.
+
+    Raises:
+        UserError: the configuration cannot be used, or can never be placed; nothing is left running.
+        RunFailed: Ray, the controller or the HTTP side did not start, or are gone.
+    """
+    started = time.monotonic()
+    config = read_service_config(config_file)
+    with _state_lock(Path(config.service.state_dir)):
+        check_service(config)
+        service = RunningService(config)
+        try:
+            url = service.start()
+            typer.echo(f"ready on {url} in {time.monotonic() - started:.1f} s")
+            service.watch()
+            service.drain()
+        finally:
+            service.close()
+
+
+class RunningService:
+    """What this process has started. `close` ends all of it, whatever state it is in."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self.config = config
+        self._ray = LocalRay()
+        self._servers: tuple[int, ...] = ()
+        self._controller: Any = None
+        self._verdict: Any = None
+        self._has_http = False
+        self._asked_to_end = threading.Event()
+
+    # ---- start ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> str:
+        """Until the service is ready; its URL.
+
+        Raises:
+            UserError, RunFailed: as `serve`.
+        """
+        self._start_ray()
+        import ray
+
+        from longprefill.orchestrator.api import deployment
+        from longprefill.orchestrator.controller.actor import create_controller
+
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        reason = unsatisfiable(nodes, demands(self.config))
+        if reason is not None:
+            raise ConfigError(reason)
+        try:
+            self._controller = create_controller(self.config, node_id=ray.get_runtime_context().get_node_id())
+        except ValueError as error:
+            raise ConfigError(f"this Ray cluster has a longprefill service already: {error}") from error
+        self._has_http = True
+        http = _Beside(lambda: deployment.start(self.config))
+        self._await_ready(http)
+        return http.result()
+
+    def _start_ray(self) -> None:
+        service = self.config.service
+        environment = worker_environment(max(pool.threads_per_rank for pool in self.config.prefill))
+        if service.ray_address is None:
+            num_cpus = sum(demand.num_packs * demand.pack["CPU"] for demand in demands(self.config))
+            self._ray.start(int(-(-num_cpus // 1)), environment)
+            assert self._ray.directory is not None
+            self._servers = tuple(pid for pid in processes_naming(self._ray.directory) if _is_server(pid))
+            return
+        import ray
+
+        try:
+            ray.init(
+                address=service.ray_address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+                runtime_env={"env_vars": environment},
+            )
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise RunFailed(f"the Ray cluster at {service.ray_address} cannot be joined: {lines[0]}") from error
+
+    def _await_ready(self, http: _Beside) -> None:
+        """Until controller, a group, a decode worker and HTTP are ready; every reason for waiting is told once."""
+        import ray
+        from ray.exceptions import RayError
+
+        deadline, told = time.monotonic() + START_TIMEOUT_S, ""
+        while True:
+            if http.error is not None:
+                raise http.error
+            self._check_verdict()
+            self._check_servers()
+            try:
+                found: Any = ray.get(self._controller.readiness.remote(), timeout=END_TIMEOUT_S)
+                if found.is_ready and http.is_done:
+                    return
+                reasons = found.reasons or ("the HTTP side starts",)
+            except RayError as error:
+                reasons = (f"the controller does not answer: {str(error).splitlines()[0]}",)
+            line = "; ".join(reasons)
+            if line != told and time.monotonic() > deadline - START_TIMEOUT_S + SILENCE_S:
+                _say(f"waiting: {line}")
+                told = line
+            if time.monotonic() > deadline:
+                raise RunFailed(f"the service was not ready after {START_TIMEOUT_S:.0f} s: {line}")
+            time.sleep(POLL_S)
+
+    # ---- watch and end -------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Until a signal.
+
+        Raises:
+            RunFailed: Ray is gone, or the controller will not come back.
+        """
+        before = {number: signal.signal(number, self._ask_to_end) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            while not self._asked_to_end.wait(WATCH_S):
+                self._check_verdict()
+                self._check_servers()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def drain(self) -> None:
+        """Takes no new jobs and lets the others end, as long as the configuration allows. What has not ended stays in
+        the journal."""
+        import ray
+        from ray.exceptions import RayError
+
+        timeout_s = self.config.service.drain_timeout_s
+        with contextlib.suppress(RayError):
+            is_done = ray.get(self._controller.drain.remote(timeout_s), timeout=timeout_s + END_TIMEOUT_S)
+            if not is_done:
+                _say("unfinished jobs go on at the next start")
+
+    def close(self) -> None:
+        """Ends HTTP, controller, workers, and Ray if it is ours."""
+        import ray
+
+        with _uninterrupted():
+            if ray.is_initialized() and self._are_servers_alive():
+                self._end_actors()
+            if self.config.service.ray_address is not None and ray.is_initialized():
+                ray.shutdown()
+            self._ray.stop()
+
+    def _end_actors(self) -> None:
+        import ray
+        from ray.exceptions import RayError
+
+        if self._has_http:
+            from longprefill.orchestrator.api import deployment
+
+            _within(END_TIMEOUT_S, deployment.stop)
+        if self._controller is not None:
+            with contextlib.suppress(RayError):
+                ray.get(self._controller.end.remote(end_hosts=True), timeout=END_TIMEOUT_S)
+            with contextlib.suppress(RayError):
+                ray.kill(self._controller, no_restart=True)
+
+    def _ask_to_end(self, number: int, frame: FrameType | None) -> None:
+        if self._asked_to_end.is_set():
+            raise KeyboardInterrupt  # the second time: now
+        self._asked_to_end.set()
+
+    def _check_verdict(self) -> None:
+        """Raises what the controller can never recover from; one that Ray starts again is asked again."""
+        import ray
+        from ray.exceptions import RayError
+
+        if self._verdict is None:
+            self._verdict = self._controller.verdict.remote()
+        ready, _ = ray.wait([self._verdict], timeout=0)
+        if not ready:
+            return
+        reference, self._verdict = self._verdict, None
+        try:
+            reason = ray.get(reference)
+        except RayError as error:
+            logger.warning("the controller was lost and is started again: %s", str(error).splitlines()[0])
+            return
+        raise RunFailed(f"the controller has ended: {reason}")
+
+    def _check_servers(self) -> None:
+        if not self._are_servers_alive():
+            raise RunFailed("Ray is gone: start the service again, its jobs are in the journal")
+
+    def _are_servers_alive(self) -> bool:
+        if self.config.service.ray_address is None:
+            return all(_is_alive(pid) for pid in self._servers)
+        import ray
+
+        return _within(SILENCE_S, ray.nodes)
+
+
+class _Beside:
+    """A call in a thread that nobody need wait for."""
+
+    def __init__(self, call: Callable[[], str]) -> None:
+        self._call = call
+        self._result: str | None = None
+        self.error: Exception | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    @property
+    def is_done(self) -> bool:
+        return self._result is not None
+
+    def result(self) -> str:
+        assert self._result is not None
+        return self._result
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call()
+        except (UserError, RunFailed) as error:
+            self.error = error
+
+
+def _say(line: str) -> None:
+    typer.echo(f"longprefill: {line}", err=True)
+
+
+def _within(timeout_s: float, call: Any) -> bool:
+    """Whether a call of Ray, which may wait for ever for a server that is gone, has come back in time and well."""
+    from ray.exceptions import RayError
+
+    outcome: list[bool] = []
+
+    def attempt() -> None:
+        try:
+            call()
+        except (RayError, RuntimeError, ConnectionError, TimeoutError) as error:
+            logger.warning("%s", error)
+            outcome.append(False)
+        else:
+            outcome.append(True)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return outcome == [True]
+
+
+def _is_server(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        name = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+        return Path(name).name in SERVERS
+    return False
+
+
+def _is_alive(pid: int) -> bool:
+    """A process that runs; one that has ended and that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _state_lock(directory: Path) -> Iterator[None]:
+    """One service a state_dir.
+
+    Raises:
+        ConfigError: another one runs, or the directory cannot be used.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"[service] state_dir={str(directory)!r} cannot be used: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"[service] state_dir={str(directory)!r} is used by a service that runs: give another, or end that one"
+            ) from None
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Holds SIGINT and SIGTERM back: half a clean-up leaves processes behind."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
