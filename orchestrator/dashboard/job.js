@@ -8,21 +8,22 @@ import { chain, imbalance, pieces, rowsOfEvents, rowsOfTrace, secondsByRank } fr
 import { Timeline } from "./timeline.js";
 
 const MOST_PIECES = 120;
-const MOST_STEPS = 200;
+const FEW_STEPS = 10;
+const MOST_STEPS = 500;
 const MOST_CHARACTERS = 200_000;
 const MOST_TRACE_BYTES = 48 << 20;
 const PHASES = [["queue_s", "queue"], ["prefill_s", "prefill"], ["transfer_s", "transfer"], ["first_decode_s", "first decode"]];
 const CATEGORIES = ["step", "layer", "kernel", "collective", "wait", "host"];
 const COLUMNS = {
   step: [
-    { title: "Step", text: (step) => count(step.number) },
+    { title: "Step", className: "numbered", text: (step) => count(step.number) },
     { title: "Tokens", className: "number", text: (step) => `${count(step.start)} to ${count(step.end)}` },
     { title: "Time", className: "number", text: (step) => seconds(step.seconds) },
     { title: "Expected", className: "number", text: (step) => seconds(step.estimate_s) },
     { title: "Tokens/s", className: "number", text: (step) => (step.seconds > 0 ? count((step.end - step.start) / step.seconds) : "–") },
     { title: "Slowest rank / mean", className: "number", text: (step) => (imbalance(step) === null ? "–" : ratio(imbalance(step))) },
     { title: "Group", className: "name", text: (step) => String(step.group ?? "–") },
-    { title: "Why then", text: (step) => String(step.reason ?? "–") },
+    { title: "Why then", className: "half", text: (step) => String(step.reason ?? "–") },
   ],
   traffic: [
     { title: "Operation", className: "name", text: ([name]) => name },
@@ -47,7 +48,7 @@ export class JobPage {
   /** Begins to show a job; `signal` ends it. */
   open(job, caller, signal) {
     this.timeline?.close();
-    Object.assign(this, { job, signal, view: null, events: [], trace: null, state: null });
+    Object.assign(this, { job, signal, view: null, events: [], trace: null, state: null, mostSteps: FEW_STEPS });
     this.#build();
     signal.addEventListener("abort", () => this.timeline.close(), { once: true });
     this.#follow();
@@ -107,6 +108,7 @@ export class JobPage {
       traceSave: el("button", { type: "button", class: "quiet", hidden: true, onclick: () => this.#saveTrace() }, "Save as Chrome trace"),
       ranks: el("div"),
       steps: el("div"),
+      moreSteps: el("button", { type: "button", class: "quiet more", hidden: true, onclick: () => { this.mostSteps = MOST_STEPS; this.#showSteps(); } }),
       balance: el("div"),
       traffic: el("div"),
       reportFacts: el("p", { class: "muted" }),
@@ -119,7 +121,7 @@ export class JobPage {
       part("Progress", p.bar, p.progress, p.facts),
       part("Time to first token", p.ttft, p.ttftFacts),
       part("Timeline", p.timeline, el("div", { class: "tools" }, p.traceLoad, p.traceSave), p.traceNote, p.ranks),
-      part("Steps", p.steps),
+      part("Steps", p.steps, p.moreSteps),
       el("div", { class: "beside" }, part("Balance over ranks", p.balance, p.reportFacts), part("Sent between ranks", p.traffic)),
       el("details", { ontoggle: (event) => this.#showOutput(event.currentTarget) }, el("summary", {}, "Generated text"), p.output),
       el("details", {}, el("summary", {}, "Request"), p.request),
@@ -134,7 +136,7 @@ export class JobPage {
     const table = (place, caption, columns, key, empty, cards) => new LiveTable({ place, caption, columns, key, empty, cards });
     this.stepTable = table(p.steps, "Steps, newest first", COLUMNS.step, (step) => `${step.number} ${step.start}`, "No step has ended yet.", true);
     this.balanceTable = table(p.balance, "Counted work over ranks", COLUMNS.balance, ([name]) => name, "Known when the prompt is prefilled.");
-    this.trafficTable = table(p.traffic, "Bytes by operation", COLUMNS.traffic, ([name]) => name, "Nothing was sent yet.");
+    this.trafficTable = table(p.traffic, "Bytes by operation", COLUMNS.traffic, ([name]) => name, "Nothing was sent yet.", true);
     this.rankTable = null;
     p.body.hidden = true;
   }
@@ -237,7 +239,9 @@ export class JobPage {
     const words = `${count(position)} of ${plural(view.prompt_tokens, "token")} (${percent(position, view.prompt_tokens)}) in ${plural(kept.length, "step")}`;
     p.bar.setAttribute("aria-valuetext", words);
     setText(p.progress, words + (left > 0 ? `, about ${count(left)} more` : "") + (steps.length > kept.length ? `; ${plural(steps.length - kept.length, "step")} of earlier attempts` : ""));
-    this.stepTable.show(kept.slice(-MOST_STEPS).reverse());
+    this.stepTable.show(kept.slice(-this.mostSteps).reverse());
+    p.moreSteps.hidden = kept.length <= this.mostSteps || this.mostSteps === MOST_STEPS;
+    setText(p.moreSteps, `Show ${kept.length > MOST_STEPS ? `the last ${MOST_STEPS}` : `all ${kept.length}`} steps`);
     this.#showTimeline();
   }
 

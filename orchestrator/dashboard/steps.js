@@ -23,7 +23,7 @@ export function pieces(steps, most) {
   const found = [];
   for (let first = 0; first < steps.length; first += size) {
     const last = Math.min(first + size, steps.length) - 1;
-    found.push([steps[last].end - steps[first].start, size === 1 ? `step ${steps[first].number}` : `steps ${steps[first].number} to ${steps[last].number}`]);
+    found.push([steps[last].end - steps[first].start, first === last ? `step ${steps[first].number}` : `steps ${steps[first].number} to ${steps[last].number}`]);
   }
   return found;
 }

@@ -159,7 +159,12 @@ def test_live_updates_and_a_lost_connection(wide: Watched, tmp_path: Path) -> No
         expect(steps_shown(page)).to_have_count(9)
         server.do(lambda: server.scene.step(job, scenes.STEP_TOKENS, 0.9))
         expect(steps_shown(page)).to_have_count(10)
-        expect(page.get_by_role("progressbar", name="Prefill")).to_have_attribute("aria-valuenow", "163840")
+        expect(steps_shown(page).first.locator("th")).to_have_text("10")
+        server.do(lambda: server.scene.step(job, scenes.STEP_TOKENS, 0.9))
+        expect(steps_shown(page).first.locator("th")).to_have_text("11")
+        page.get_by_role("button", name="Show all 11 steps").click()
+        expect(steps_shown(page)).to_have_count(11)
+        expect(page.get_by_role("progressbar", name="Prefill")).to_have_attribute("aria-valuenow", "180224")
         page.get_by_text("Generated text").click()
         server.do(lambda: server.scene.change(job, JobState.HANDING_OFF, decode_worker="decode-0"))
         server.do(lambda: server.scene.change(job, JobState.GENERATING))
@@ -175,12 +180,12 @@ def test_live_updates_and_a_lost_connection(wide: Watched, tmp_path: Path) -> No
     wide.requests.clear()
     with SceneServer(server.scene, port=server.port) as again:
         expect(page.locator("#banner")).to_be_hidden()
-        expect(steps_shown(page)).to_have_count(11)
+        expect(steps_shown(page)).to_have_count(12)
         taken_up = [request for request in wide.requests if request.url.endswith("/events")]
-        assert any(request.headers.get("last-event-id") == "15" for request in taken_up)
+        assert any(request.headers.get("last-event-id") == "16" for request in taken_up)
         again.do(lambda: again.scene.change(job, JobState.FAILED, reason="its group was lost"))
         expect(page.locator("#job .refusal")).to_have_text("its group was lost")
-        expect(steps_shown(page)).to_have_count(11)
+        expect(steps_shown(page)).to_have_count(12)
 
 
 def test_a_controller_that_is_away(wide: Watched, tmp_path: Path) -> None:
