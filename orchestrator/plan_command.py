@@ -13,6 +13,7 @@ from longprefill.orchestrator.planner.crossovers import crossovers
 from longprefill.orchestrator.planner.evaluate import Evaluator
 from longprefill.orchestrator.planner.machines import machines_of
 from longprefill.orchestrator.planner.models import find_model
+from longprefill.orchestrator.planner.report import document, rounded, show, show_scaling
 from longprefill.orchestrator.planner.search import choose
 from longprefill.orchestrator.simulator.cluster import Cluster, read_cluster
 from longprefill.partition.layout import PAGE_TOKENS
@@ -39,12 +40,8 @@ def plan(request: PlanRequest, json_file: Path | None) -> None:
     if len(request.devices) > 1:
         content: dict[str, object] = {"kind": "modelled", "scaling": scaling(config, request, cluster)}
         if not is_printed:
-            from longprefill.orchestrator.planner.report import show_scaling
-
             show_scaling(content["scaling"])  # pyright: ignore[reportArgumentType]
     else:
-        from longprefill.orchestrator.planner.report import document, show
-
         evaluator = evaluator_of(config, request, cluster, request.devices[0] if request.devices else None)
         choice = choose(evaluator)
         borders = crossovers(evaluator, choice.best)
@@ -52,9 +49,9 @@ def plan(request: PlanRequest, json_file: Path | None) -> None:
         if not is_printed:
             show(evaluator, choice, borders)
     if is_printed:
-        print_json(content)
+        print_json(rounded(content))
     elif json_file is not None:
-        write_plan(json_file, content)
+        write_plan(json_file, rounded(content))
 
 
 def evaluator_of(config: ModelConfig, request: PlanRequest, cluster: Cluster, num_devices: int | None) -> Evaluator:

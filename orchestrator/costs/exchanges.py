@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 
 from longprefill.orchestrator.costs.placement import Placement
@@ -48,10 +49,12 @@ class ExchangeCosts:
         """Waiting for states in a chain of N fragments, F on a rank, in the number of head groups that makes it least.
 
         G groups of heads run through N fragments as through a pipeline: F G + N - F slots of a group each, F G of them
-        the rank's own work. Every slot ends with a message.
+        the rank's own work. Every slot ends with a message. Of several jobs the longest chain counts: the others' scans
+        fill its gaps.
         """
-        num_fragments = max(len(self._layout.chain(piece.job)) for piece in self._layout.slices)
-        each = max(len(flags) for flags in self._continued)
+        chain = max((self._layout.chain(piece.job) for piece in self._layout.slices), key=len)
+        num_fragments = len(chain)
+        each = max(Counter(fragment.rank for fragment in chain).values())
         best = float("inf")
         groups = 1
         while groups <= kda.num_value_heads:

@@ -11,6 +11,7 @@ from longprefill.orchestrator.costs.placement import Placement
 from longprefill.orchestrator.costs.profile import Link, ProfileError, scaled_link
 from longprefill.orchestrator.planner.candidate import Candidate
 from longprefill.orchestrator.planner.evaluate import Estimate, Evaluator
+from longprefill.orchestrator.planner.machines import Site
 from longprefill.partition.layout import PAGE_TOKENS, Slice
 
 LONGEST = 1 << 24
@@ -135,24 +136,19 @@ def _break_even(evaluator: Evaluator, best: Estimate) -> _Even | None:
         narrow, wide = candidate, replace(candidate, cp=slots, exchange="head_transposed")
     else:
         narrow, wide = replace(candidate, cp=1), candidate
-    sites = [machines.site(each.cp, each.tp) for each in (narrow, wide)]
-    if narrow.cp >= wide.cp or sites[0] is None or sites[1] is None:
+    narrow, narrow_site = _with_room(evaluator, narrow)
+    wide, wide_site = _with_room(evaluator, wide)
+    if narrow.cp >= wide.cp or narrow_site is None or wide_site is None:
         return None
-    if any(
-        not evaluator.largest_step(each, site.memory_bytes)
-        for each, site in zip((narrow, wide), sites, strict=True)
-        if site
-    ):
-        return None
-    placement = sites[1].placement
+    placement = wide_site.placement
     bandwidth = _bandwidth((*placement.network, *placement.profiles[0].links), scope)
     if bandwidth is None:
         return None
     request = evaluator.request
     start = request.cached + (request.tokens - request.cached) // 2 // PAGE_TOKENS * PAGE_TOKENS
     piece = Slice(job=0, start=start, end=min(start + candidate.step_tokens, request.tokens))
-    narrow_s = evaluator.costs(narrow, sites[0]).step([piece], narrow.layout).seconds
-    costs = evaluator.costs(wide, sites[1])
+    narrow_s = evaluator.costs(narrow, narrow_site).step([piece], narrow.layout).seconds
+    costs = evaluator.costs(wide, wide_site)
 
     def is_slower(factor: float) -> bool:
         return costs.on(_scaled(placement, scope, factor)).step([piece], wide.layout).seconds > narrow_s
@@ -164,6 +160,15 @@ def _break_even(evaluator: Evaluator, best: Estimate) -> _Even | None:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if is_slower(middle) else (low, middle)
     return _Even(bandwidth * high / 1e9, scope, narrow.cp, wide.cp)
+
+
+def _with_room(evaluator: Evaluator, candidate: Candidate) -> tuple[Candidate, Site | None]:
+    """The candidate, with its experts spread where it does not fit otherwise, and its site; None: it does not fit."""
+    site = evaluator.machines.site(candidate.cp, candidate.tp)
+    if site is None or evaluator.largest_step(candidate, site.memory_bytes):
+        return candidate, site
+    spread = replace(candidate, is_expert_parallel=evaluator.has_experts and candidate.num_devices > 1)
+    return spread, site if evaluator.largest_step(spread, site.memory_bytes) else None
 
 
 def _bandwidth(links: Sequence[Link], scope: str) -> float | None:

@@ -32,13 +32,15 @@ class Estimate:
 
     candidate: Candidate
     ttft_s: float
-    """Mean over all concurrent prompts, from their arrival to their first token."""
+    """From the prompts' arrival to the first token of the last of them: what is made small."""
+    mean_ttft_s: float
+    """Mean over the concurrent prompts."""
     prompt: PromptTime
     """One prompt, or those that share their step."""
     handoff_s: float
     """Of the hand-off, what no step hides."""
     queue_s: float
-    """Mean wait for prompts before it on the same group."""
+    """The last prompt's wait for those before it on the same group."""
     num_groups: int
     memory: RankMemory
     site: Site
@@ -242,10 +244,12 @@ class Evaluator:
         num_groups = max(self.machines.num_slots(candidate.tp) // candidate.cp, 1)
         rounds = ceil(request.concurrent / (num_groups * candidate.jobs_per_step))
         handoff_s = self._handoff_s(candidate, site, prompt)
-        queue_s = prompt.seconds * _mean_wait(request.concurrent, num_groups * candidate.jobs_per_step, rounds)
+        queue_s = (rounds - 1) * prompt.seconds
+        mean_wait = _mean_wait(request.concurrent, num_groups * candidate.jobs_per_step, rounds)
         return Estimate(
             candidate=candidate,
             ttft_s=prompt.seconds + handoff_s + queue_s,
+            mean_ttft_s=prompt.seconds * (1 + mean_wait) + handoff_s,
             prompt=prompt,
             handoff_s=handoff_s,
             queue_s=queue_s,

@@ -48,6 +48,15 @@ def document(evaluator: Evaluator, choice: Choice, borders: Crossovers) -> dict[
     }
 
 
+def rounded(value: object) -> object:
+    """Floats to six digits, all the way down."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
+
+
 def plan_fields(best: Estimate) -> dict[str, object]:
     """What a group is told."""
     candidate = best.candidate
@@ -74,6 +83,7 @@ def estimate_fields(best: Estimate) -> dict[str, object]:
     prompt = best.prompt
     return {
         "ttft_s": best.ttft_s,
+        "mean_ttft_s": best.mean_ttft_s,
         "prefill_s": prompt.seconds,
         "handoff_exposed_s": best.handoff_s,
         "queue_s": best.queue_s,
@@ -121,7 +131,12 @@ def show(evaluator: Evaluator, choice: Choice, borders: Crossovers) -> None:
     )
     console.print(
         f"time    {_seconds(best.ttft_s)} to the first token: prefill {_seconds(best.prefill_s)}, "
-        f"hand-off {_seconds(best.handoff_s)}, waiting {_seconds(best.queue_s)}"
+        f"hand-off {_seconds(best.handoff_s)}"
+        + (
+            f", of the last prompt after waiting {_seconds(best.queue_s)}; mean {_seconds(best.mean_ttft_s)}"
+            if request.concurrent > 1
+            else ""
+        )
     )
     memory = limits(best.memory)
     console.print(

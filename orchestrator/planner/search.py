@@ -27,6 +27,8 @@ from longprefill.workers.model.sharding import check_tp
 
 FINALISTS = 3
 """Meshes that are looked at closely."""
+MOST_PROMPTS = 64
+"""That share a step."""
 MOST_TOKENS_PER_RANK = 65_536
 """Of a step: more hides nothing more and delays hand-off, preemption and recovery."""
 
@@ -195,7 +197,7 @@ def _packed(evaluator: Evaluator, candidate: Candidate) -> Candidate:
     if waiting <= 1 or site is None or request.cached:
         return candidate
     pages = -(-request.tokens // PAGE_TOKENS) * PAGE_TOKENS
-    number = min(waiting, MOST_TOKENS_PER_RANK * candidate.cp // pages, 64)
+    number = min(waiting, MOST_TOKENS_PER_RANK * candidate.cp // pages, MOST_PROMPTS)
     while number > 1:
         packed = replace(candidate, jobs_per_step=number, step_tokens=number * pages)
         if evaluator.memory(packed).total <= site.memory_bytes and request.step_tokens is None:

@@ -150,6 +150,10 @@ def test_more_ranks_than_pages_and_several_jobs() -> None:
     many = costs("glm_flash", 16).step(slices, "zigzag", num_ending=3)
     assert many.waiting_s > alone.waiting_s == pytest.approx(0, abs=1e-12)
     assert many.max_work_s < alone.max_work_s
+    relayed = costs("glm_flash", 2, exchange="relay").step(
+        [Slice(job=job, start=0, end=4000) for job in range(32)], "zigzag", num_ending=32
+    )
+    assert min(relayed.parts.values()) > 0
 
 
 def test_the_gather_is_hidden_behind_the_query_side() -> None:

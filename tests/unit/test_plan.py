@@ -1,0 +1,275 @@
+"""`longprefill plan` on odd questions against golden answers, and what its parts promise.
+
+A golden file is what the command prints: JSON for a plan, one line for a refusal. After a change that is meant:
+`python tests/unit/test_plan.py` writes them again; read the difference.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from longprefill.orchestrator import cli
+from longprefill.orchestrator.memory import weight_bytes
+from longprefill.orchestrator.plan_command import device_numbers, evaluator_of, scaling
+from longprefill.orchestrator.planner.candidate import Candidate, PlanError, PlanRequest
+from longprefill.orchestrator.planner.evaluate import Evaluator
+from longprefill.orchestrator.planner.models import find_model
+from longprefill.orchestrator.planner.report import RUNNABLE_EXCHANGES
+from longprefill.orchestrator.planner.search import choose
+from longprefill.orchestrator.simulator.cluster import read_cluster
+from longprefill.partition.errors import ModelError, UserError
+from longprefill.workers.model.sharding import MeshPlace
+
+GOLDEN = Path(__file__).parent / "plan_golden"
+QUESTIONS: dict[str, str] = {
+    "one_token": "--model glm_flash --tokens 1 --cluster node.toml",
+    "million_tokens": "--model kimi_linear --tokens 1048576 --cluster large.toml",
+    "ten_million_tokens": "--model deep --tokens 10000000 --cluster large.toml",
+    "ten_million_tokens_too_many": "--model kimi_linear --tokens 10000000 --cluster large.toml",
+    "little_memory": "--model kimi_linear --tokens 131072 --cluster small.toml",
+    "weights_too_large": "--model deepseek_v32 --tokens 100000 --cluster h100.toml",
+    "unequal_nodes": "--model kimi_linear --tokens 262144 --cluster unequal.toml",
+    "slow_network": "--model kimi_linear --tokens 262144 --cluster slow.toml",
+    "tp_beyond_heads": "--model kimi_linear --tokens 1000 --tp 64 --cluster wide.toml",
+    "tp_beyond_machine": "--model kimi_linear --tokens 1000 --tp 16 --cluster node.toml",
+    "cp_beyond_cluster": "--model kimi_linear --tokens 1000 --cp 9 --cluster node.toml",
+    "unknown_device": "--model kimi_linear --tokens 1000 --cluster unknown.toml",
+    "no_device": "--model kimi_linear --tokens 1000 --cluster unnamed.toml",
+    "unknown_model": "--model kimi --tokens 1000 --cluster node.toml",
+    "no_cluster": "--model kimi_linear --tokens 1000 --cluster nowhere.toml",
+    "no_tokens": "--model kimi_linear --tokens 0 --cluster node.toml",
+    "many_short": "--model kimi_linear --tokens 300 --concurrent 2000 --cluster node.toml",
+    "deadline_met": "--model kimi_linear --tokens 100000 --deadline-s 2 --cluster large.toml",
+    "deadline_missed": "--model kimi_linear --tokens 100000 --deadline-s 0.01 --cluster node.toml",
+    "nearly_cached": "--model glm_flash --tokens 500000 --cached 499000 --cluster node.toml",
+    "all_cached": "--model glm_flash --tokens 500000 --cached 500000 --cluster node.toml",
+    "odd_step": "--model kimi_linear --tokens 5000 --step-tokens 100 --cluster node.toml",
+    "pinned": "--model glm_flash --tokens 65536 --cp 2 --tp 4 --step-tokens 8192 --exchange relay --layout contiguous "
+    "--latent-format fp8 --index-format mxfp8 --cluster node.toml",
+    "wrong_exchange": "--model glm_flash --tokens 65536 --exchange magic --cluster node.toml",
+    "too_many_devices": "--model kimi_linear --tokens 65536 --devices 9 --cluster node.toml",
+}
+
+
+def arguments(question: str) -> list[str]:
+    """The command line, files found in the golden directory."""
+    words = question.split()
+    for option, value in zip(words, [*words[1:], ""], strict=True):
+        if option == "--cluster" or (option == "--model" and value == "deep"):
+            words[words.index(value)] = str(GOLDEN / value)
+    return ["longprefill", "plan", *words, "--json", "-"]
+
+
+def answer(question: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    """Exit code and what was printed, with paths as in the question."""
+    monkeypatch.setattr(sys, "argv", arguments(question))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0), (printed.out or printed.err).replace(f"{GOLDEN}/", "")
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_odd_questions(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, text = answer(QUESTIONS[name], capsys, monkeypatch)
+    assert text == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+    if code:
+        assert code == 2
+        assert text.count("\n") == 1
+        assert text.startswith("longprefill: ")
+    else:
+        check_plan(json.loads(text))
+
+
+def check_plan(content: dict) -> None:
+    """What holds of every plan."""
+    plan, estimate, memory = content["plan"], content["estimate"], content["memory"]
+    assert content["kind"] == "modelled"
+    assert plan["cp"] * plan["tp"] == plan["devices"] <= content["devices"]
+    assert memory["total"] == sum(memory[name] for name in ("process", "weights", "cache", "step"))
+    assert memory["total"] <= memory["device_bytes"]
+    assert sum(estimate["parts"].values()) == pytest.approx(estimate["prefill_s"], rel=1e-4)
+    whole = estimate["prefill_s"] + estimate["handoff_exposed_s"] + estimate["queue_s"]
+    assert estimate["ttft_s"] == pytest.approx(whole, rel=1e-4)
+    assert sum(content["rates"].values()) == pytest.approx(1)
+    for other in content["alternatives"]:
+        assert other["reason"]
+
+
+def test_answers_are_what_they_should_be() -> None:
+    """The meaning of some golden answers, so that a wrong one cannot be written over unseen."""
+
+    def golden(name: str) -> dict:
+        return json.loads((GOLDEN / f"{name}.txt").read_text(encoding="utf-8"))
+
+    assert golden("slow_network")["plan"]["machines"] == 1  # 100 Mb/s are never worth crossing
+    assert golden("unequal_nodes")["plan"]["devices"] == 8  # four devices over a network would hold up eight
+    assert golden("million_tokens")["plan"]["devices"] == 128
+    assert golden("many_short")["plan"]["groups"] == 8
+    assert golden("many_short")["plan"]["prompts_per_step"] > 1
+    assert golden("deadline_met")["estimate"]["ttft_s"] <= 2
+    assert golden("deadline_met")["plan"]["devices"] < 8
+    assert golden("nearly_cached")["plan"]["steps"] == 1
+    pinned = golden("pinned")["plan"]
+    assert [pinned[name] for name in ("cp", "tp", "step_tokens", "exchange", "layout", "latent_format", "index_format")
+            ] == [2, 4, 8192, "relay", "contiguous", "fp8", "mxfp8"]  # fmt: skip
+
+
+def test_planning_needs_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys\n"
+        "from longprefill.orchestrator import cli\n"
+        "try:\n    cli.main()\n"
+        "except SystemExit as ended:\n"
+        "    print(ended.code, *sorted({'torch', 'ray', 'numpy'} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    words = arguments(QUESTIONS["one_token"])[1:]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, *words], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert done.stderr.split() == ["0"]
+
+
+def test_people_get_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", arguments(QUESTIONS["unequal_nodes"])[:-2])
+    with pytest.raises(SystemExit):
+        cli.main()
+    printed = capsys.readouterr().out
+    for words in ("Modelled.", "to the first token", "where the prefill's seconds go", "what else there is", "cp 12",
+                  "layout contiguous", "GB/s a device of network bandwidth", "the engine does not run"):  # fmt: skip
+        assert words in printed
+    assert max(map(len, printed.splitlines())) <= 120
+
+
+def request(**fields: object) -> PlanRequest:
+    given = {"model": "kimi_linear", "tokens": 65536, "cluster": GOLDEN / "node.toml", **fields}
+    return PlanRequest(**given)  # pyright: ignore[reportArgumentType]
+
+
+def evaluator(**fields: object) -> Evaluator:
+    asked = request(**fields)
+    return evaluator_of(find_model(asked.model), asked, read_cluster(asked.cluster), None)
+
+
+def test_strategies_come_out_of_the_model() -> None:
+    """Short and many: a group a device. Long: the machine. Nothing knows a threshold."""
+    short = choose(evaluator(tokens=300, concurrent=512)).best
+    assert (short.candidate.num_devices, short.num_groups) == (1, 8)
+    assert short.candidate.jobs_per_step > 1
+    long = choose(evaluator(tokens=500_000)).best
+    assert long.candidate.num_devices == 8
+
+
+def test_a_longer_prompt_never_takes_less_time() -> None:
+    seconds = [choose(evaluator(tokens=tokens)).best.ttft_s for tokens in (1, 1000, 30_000, 200_000, 1_000_000)]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("model", ["kimi_linear", "glm_flash"])
+def test_spread_weights_in_closed_form(model: str) -> None:
+    """Against every parameter's share of the rank that holds most."""
+    estimator = evaluator(model=model)
+    for cp, tp in ((4, 1), (2, 4), (5, 2)):
+        candidate = Candidate(
+            cp=cp, tp=tp, step_tokens=64, latent_format="bf16", index_format="bf16", is_expert_parallel=True
+        )
+        ranks = [MeshPlace.of(rank, num_cp=cp, num_tp=tp, expert_parallel=True) for rank in range(cp * tp)]
+        most = max(weight_bytes(estimator.config, 2, place) for place in ranks)
+        assert estimator.weights(candidate) == pytest.approx(most, rel=2e-3)
+        assert estimator.weights(candidate) >= most
+
+
+def test_the_largest_step_fits_and_the_next_does_not() -> None:
+    estimator = evaluator(tokens=1_000_000)
+    candidate = Candidate(cp=4, tp=1, step_tokens=64, latent_format="bf16", index_format="bf16")
+    memory = 110 << 30
+    largest = estimator.largest_step(candidate, memory)
+    assert largest % (2 * 4 * 64) == 0
+    assert estimator.memory(replace(candidate, step_tokens=largest)).total <= memory
+    assert estimator.memory(replace(candidate, step_tokens=largest + 512)).total > memory
+    assert estimator.largest_step(candidate, 1 << 30) == 0
+
+
+def test_caches_are_sharded_only_where_nothing_else_fits(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("[[nodes]]\ndevices = 4\ndevice = 'h200'\nmemory_gib = 99.5\n")
+    best = choose(evaluator(tokens=1_000_000, cluster=tmp_path / "c.toml", tp=1, expert_parallel=False)).best
+    assert best.candidate.is_cache_sharded or best.candidate.latent_format == "fp8"
+    roomy = choose(evaluator(tokens=1_000_000, tp=1, expert_parallel=False)).best
+    assert not roomy.candidate.is_cache_sharded
+    assert roomy.candidate.latent_format == "bf16"
+
+
+def test_what_is_not_measured_is_not_guessed(tmp_path: Path) -> None:
+    (tmp_path / "d.toml").write_text("name = 'd'\nsource = 's'\nmemory_gib = 200\n[rates.gemm]\nflops_per_s = 1e15\n")
+    (tmp_path / "c.toml").write_text("[[nodes]]\ndevices = 2\ndevice = 'd.toml'\n")
+    with pytest.raises(PlanError, match=r"profile d does not say how fast .*rates.memory.*--calibrate"):
+        choose(evaluator(cluster=tmp_path / "c.toml"))
+
+
+def test_scaling_puts_exchanges_side_by_side() -> None:
+    asked = request(model="glm_flash", tokens=1 << 20, cluster=GOLDEN / "large.toml", devices=(16, 32))
+    rows = scaling(find_model(asked.model), asked, read_cluster(asked.cluster))
+    assert [row["devices"] for row in rows] == [16, 32]
+    for row in rows:
+        by_exchange = [row[f"{name}_s"] for name in ("all_gather", "head_transposed", "relay")]
+        assert row["seconds"] == pytest.approx(min(by_exchange))  # type: ignore[type-var]
+        assert 0 < row["efficiency"] <= 1.1  # type: ignore[operator]
+    assert rows[1]["seconds"] < rows[0]["seconds"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,,2", "0", "-1", "1.5", "9999999999"])
+def test_wrong_numbers_of_devices(text: str) -> None:
+    with pytest.raises(PlanError, match="--devices"):
+        device_numbers(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tokens": -5}, "--tokens -5"),
+        ({"concurrent": 0}, "--concurrent 0"),
+        ({"deadline_s": 0.0}, "--deadline-s 0"),
+        ({"deadline_s": float("nan")}, "--deadline-s nan"),
+        ({"cp": 0}, "--cp 0"),
+        ({"latent_format": "fp4"}, "--latent-format 'fp4' is not one of fp32, bf16, fp8"),
+        ({"dtype": "fp8"}, "--dtype 'fp8' is not one of bf16, fp32"),
+        ({"layout": "spiral"}, "--layout 'spiral' is not one of zigzag, contiguous"),
+    ],
+)
+def test_wrong_requests_are_named(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        request(**fields)
+
+
+def test_models_are_found(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"neither a directory with a config\.json nor one of deepseek_v32, glm_flash"):
+        find_model(str(tmp_path / "nowhere"))
+    with pytest.raises(ModelError, match=r"config.json is missing"):
+        find_model(str(tmp_path))
+
+
+def test_the_engine_runs_what_is_said_to_run() -> None:
+    """Fails when an exchange is added to the engine and the planner still calls it modelled."""
+    from longprefill.workers.model.layers.state_exchange import EXCHANGES
+
+    assert tuple(EXCHANGES) == RUNNABLE_EXCHANGES
+
+
+def write_answers() -> None:
+    """Writes all golden files again."""
+    for name, question in QUESTIONS.items():
+        command = [sys.executable, "-P", "-c", "from longprefill.orchestrator.cli import main; main()"]
+        done = subprocess.run([*command, *arguments(question)[1:]], capture_output=True, text=True, check=False)
+        text = (done.stdout or done.stderr).replace(f"{GOLDEN}/", "")
+        (GOLDEN / f"{name}.txt").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_answers()
