@@ -90,9 +90,9 @@ class QuickCosts:
 
 
 def _coarse(slices: Sequence[Slice]) -> Spans:
-    """Slices on a grid on which few differ: starts to 64 K, lengths to powers of two, at least 1024."""
-    spans = []
-    for piece in slices:
-        start = piece.start // 65536 * 65536
-        spans.append((start, start + max(1024, 1 << (piece.num_tokens - 1).bit_length())))
-    return tuple(spans)
+    """Slices on a grid on which few differ: starts to 64 K, lengths to powers of two, at least 1024. Several slices
+    stand as a power of two of equal ones of their mean length and start."""
+    number = 1 << (len(slices) - 1).bit_length()
+    start = sum(piece.start for piece in slices) // len(slices) // 65536 * 65536
+    mean = -(-sum(piece.num_tokens for piece in slices) // len(slices))
+    return ((start, start + max(1024, 1 << (mean - 1).bit_length())),) * number

@@ -224,10 +224,10 @@ def test_shipped_profiles_plan_every_shipped_model(name: str) -> None:
         assert time.seconds > 0
 
 
-def test_profiles_survive_a_file(tmp_path: Path) -> None:
-    for name in shipped_profiles():
-        write_profile(tmp_path / "p.json", find_profile(name))
-        assert read_profile(tmp_path / "p.json") == find_profile(name)
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_profiles_survive_a_file(name: str, tmp_path: Path) -> None:
+    write_profile(tmp_path / "p.json", find_profile(name))
+    assert read_profile(tmp_path / "p.json") == find_profile(name)
     with pytest.raises(ProfileError, match="cannot be written"):
         write_profile(tmp_path, find_profile(name))
 
