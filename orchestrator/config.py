@@ -25,6 +25,7 @@ from longprefill.partition.errors import UserError
 from longprefill.partition.generators import LayoutKind
 
 ON_DISCONNECT = ("cancel", "continue")
+LOG_FORMATS = ("text", "json")
 MAX_GROUPS = 4096
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
@@ -72,6 +73,8 @@ class ServiceSection:
     drain_timeout_s: float = 30.0
     trace: bool = False
     """Keep spans, so that a job's Chrome trace can be had."""
+    log_format: str = "text"
+    """Of state_dir/logs/controller.log: text, or json, an object a line."""
     ray_address: str | None = None
     """A Ray cluster to join; None: one of its own on this machine."""
     num_replicas: int = 1
@@ -94,6 +97,8 @@ class ServiceSection:
         _number("service", "request_timeout_s", self.request_timeout_s, 1, 7 * 86400)
         _number("service", "drain_timeout_s", self.drain_timeout_s, 0, 86400)
         _number("service", "keep_finished_s", self.keep_finished_s, 0, 10 * 365 * 86400)
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(f"[service] log_format={self.log_format!r}: use {' or '.join(LOG_FORMATS)}")
         if self.on_disconnect not in ON_DISCONNECT:
             raise ConfigError(f"[service] on_disconnect={self.on_disconnect!r}: use {' or '.join(ON_DISCONNECT)}")
         if not self.host or any(character.isspace() for character in self.host):

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from longprefill.orchestrator.controller.service import ControllerService
 from longprefill.orchestrator.hosts.contract import NAMESPACE, StaleEpoch
 from longprefill.orchestrator.job import JobEvent, JobRequest, JobState, JobView, TokenBatch
 from longprefill.orchestrator.journal.journal import StaleJournal
+from longprefill.orchestrator.logs import log_to_file
 from longprefill.partition.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,8 @@ class ControllerActor:
     """`contract.ControllerApi`, and what `longprefill serve` needs beside it."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        names = [name for name, _ in (*config.prefill_groups, *config.decode_workers)]
+        log_to_file(Path(config.service.state_dir) / "logs" / "controller.log", config.service.log_format, names)
         self._service = ControllerService(config, RayHosts)
         self._verdict: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task = asyncio.get_running_loop().create_task(self._live())
