@@ -80,7 +80,10 @@ class LocalRay:
                 )
         except SystemExit as end:  # what Ray makes of a SIGTERM while it starts
             raise KeyboardInterrupt from end
-        except (RayError, RuntimeError, OSError, ValueError) as error:
+        except Exception as error:
+            # Ray says with a bare Exception that its processes took too long to start
+            if not isinstance(error, (RayError, RuntimeError, OSError, ValueError)) and type(error) is not Exception:
+                raise
             lines = str(error).splitlines() or [type(error).__name__]
             raise RunFailed(f"Ray did not start: {lines[0]}") from error
 
