@@ -291,9 +291,9 @@ class PrefillGroup:
 
     # ---- sending (orchestrator/handoff.py) ----------------------------------------------------------------------
 
-    def check_link(self, address: PoolAddress) -> dict[str, str]:
+    def check_link(self, address: PoolAddress, identity: str) -> dict[str, str]:
         """Why ranks cannot write to a decode worker's pool, by their labels; empty: all can."""
-        found = self._call("check_link", lambda worker: (address,))
+        found = self._call("check_link", lambda worker: (address, identity))
         return {label: reason for label, reason in found.items() if reason is not None}
 
     def open_transfer(self, job: int, target: HandoffTarget) -> str | None:

@@ -34,7 +34,14 @@ from longprefill.workers import device as devices
 from longprefill.workers.cache.pages import CacheFormats, CachePool, cache_kinds
 from longprefill.workers.choices import Record, Recorder, Replayer, Swap
 from longprefill.workers.dump import collect
-from longprefill.workers.handoff.parts import HandoffPart, HandoffTarget, pool_file_bytes, slot_bytes
+from longprefill.workers.handoff.parts import (
+    HandoffPart,
+    HandoffTarget,
+    check_identity,
+    handoff_identity,
+    pool_file_bytes,
+    slot_bytes,
+)
 from longprefill.workers.handoff.sender import HandoffSender, check_link
 from longprefill.workers.model.families.registry import read_config
 from longprefill.workers.model.model import Model
@@ -167,6 +174,7 @@ class PrefillWorker(Worker):
         self._identity = SnapshotIdentity(
             fingerprint=fingerprint(spec.model_dir), dtype=spec.dtype, formats=self._formats
         )
+        self._handoff_identity = handoff_identity(self._identity.fingerprint, self._dtype, self._formats)
         self._sender: HandoffSender | None = None
         self._failed_transfers: dict[int, str] = {}
         self._logits: dict[int, torch.Tensor] = {}
@@ -213,6 +221,7 @@ class PrefillWorker(Worker):
             )
         self._failed_transfers.pop(job, None)
         try:
+            check_identity(self._handoff_identity, target.identity)
             self._sender.open(job, target, self._rank.cache(job).table)
         except TransportError as error:
             return str(error)
@@ -220,9 +229,10 @@ class PrefillWorker(Worker):
             self._send_pages(job, 0, first_token, is_last=first_token == self._rank.num_tokens(job))
         return None
 
-    def check_link(self, address: PoolAddress) -> str | None:
-        """Why this rank cannot write to a decode worker's pool; None: it can."""
+    def check_link(self, address: PoolAddress, identity: str) -> str | None:
+        """Why this rank cannot write to the pool of a decode worker of this identity; None: it can."""
         try:
+            check_identity(self._handoff_identity, identity)
             check_link(address)
         except TransportError as error:
             return str(error)

@@ -334,8 +334,8 @@ class DecodeHostApi(Protocol):
         """As the prefill host's."""
         ...
 
-    def link(self, epoch: int) -> PoolAddress:
-        """Where prefill ranks write to."""
+    def link(self, epoch: int) -> tuple[PoolAddress, str]:
+        """Where prefill ranks write to, and what they must have in common with this worker."""
         ...
 
     def reserve(self, epoch: int, reservation: Reservation) -> HandoffTarget:

@@ -149,10 +149,11 @@ class DecodeHost:
     # ---- jobs ---------------------------------------------------------------------------------------------------
 
     @served_by("control")
-    def link(self, epoch: int) -> PoolAddress:
+    def link(self, epoch: int) -> tuple[PoolAddress, str]:
         self._check(epoch)
         self._condition.check_ready()
-        return self._worker.receiver.publish(LINK_CHANNEL)
+        receiver = self._worker.receiver
+        return receiver.publish(LINK_CHANNEL), receiver.identity
 
     @served_by("commands")
     def reserve(self, epoch: int, reservation: Reservation) -> HandoffTarget:

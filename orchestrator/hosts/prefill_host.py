@@ -272,18 +272,18 @@ class PrefillHost:
     def _ensure_link(self, epoch: int, decode: str) -> None:
         self._fence.check(epoch)
         try:
-            address = RemoteDecode(decode, self._epoch).link()
+            address, identity = RemoteDecode(decode, self._epoch).link()
         except HandoffFailed as error:
             raise NoLink(str(error)) from None
         if (decode, address.path) in self._links:
             return
         with self._using_group(epoch) as group:
-            refusals = group.check_link(address)
+            refusals = group.check_link(address, identity)
         if refusals:
             label, reason = next(iter(refusals.items()))
             raise NoLink(
-                f"{label} of {self.settings.name} cannot write to the cache pool of {decode}: {reason}. Run both on "
-                "one machine, as one user, with one /dev/shm, or let the decode host listen at an address of its own"
+                f"{label} of {self.settings.name} cannot send to {decode}: {reason}. Pages travel by shared memory "
+                "(one machine, one user, one /dev/shm) or to the address that a decode host listens at"
             )
         self._links.add((decode, address.path))
 

@@ -36,8 +36,8 @@ class RemoteDecode:
         self._request = request
         self._num_tokens = num_tokens
 
-    def link(self) -> PoolAddress:
-        """Where to write to."""
+    def link(self) -> tuple[PoolAddress, str]:
+        """Where to write to, and what both sides must have in common."""
         return self._answer(self._host.link.remote(self._epoch()))
 
     def reserve(self, job: int, transfer_id: str, attempt: int) -> HandoffTarget:

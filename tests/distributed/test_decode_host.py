@@ -59,14 +59,15 @@ class Pair:
         """What the fuzz test changes; made once."""
         self.config = read_config(model)
         self.fingerprint = fingerprint(model)
-        self.holder = Holder(cluster, self.config)
+        # a smaller pool than the host's: its pages lie elsewhere in it
+        self.holder = Holder(replace(cluster, max_tokens=5 * PAGE_TOKENS), self.config)
         self.rank = PrefillWorker()
         self.rank.start(self.holder.spec(self.holder.create_pool("rank"), ALONE))
         self.rank.join(
             GroupSpec(host="", port=0, generation=1, rank=0, size=1, device="cpu", backend="gloo", timeout_s=10)
         )
         assert self.host.await_ready(EPOCH, 60.0).state == "ready"
-        self.rank.open_job(0, TOKENS, (0, 1, 2))
+        self.rank.open_job(0, TOKENS, (9, 4, 7))
         step = (Slice(job=0, start=0, end=len(TOKENS)),)
         self.rank.run_step(StepPlan(slices=step, layout="zigzag", exchange="all_gather", logits_of=(0,)))
 
@@ -171,12 +172,12 @@ def test_pages_by_socket(pair: Pair, expected: list[int], monkeypatch: pytest.Mo
         return replace(address, path=address.path.replace("-decode_0-", "-elsewhere-"))
 
     monkeypatch.setattr(receiver, "publish", elsewhere)
-    assert pair.rank.check_link(pair.host.link(EPOCH)) is None
+    assert pair.rank.check_link(*pair.host.link(EPOCH)) is None
     assert isinstance(pair.commit(pair.send()), Ack)
     assert pair.generate() == expected
     pair.host.release(EPOCH, 0)
     monkeypatch.setattr(receiver, "publish", lambda channel: replace(elsewhere(channel), endpoint=None))
-    assert "cannot be opened" in (pair.rank.check_link(pair.host.link(EPOCH)) or "")
+    assert "cannot be opened" in (pair.rank.check_link(*pair.host.link(EPOCH)) or "")
     target = pair.host.reserve(EPOCH, pair.reservation())
     assert "cannot be opened" in (pair.rank.open_handoff(0, target, 0) or "")
 
@@ -223,6 +224,15 @@ def test_a_fenced_rank_cannot_write(pair: Pair) -> None:
     assert "is refused" in (pair.rank.open_handoff(0, target, 0) or "")
     with pytest.raises(TransportError, match="cannot follow"):
         pair.host.reserve(EPOCH, pair.reservation(-1, transfer_id="newer"))
+
+
+def test_sides_that_differ_find_out_before_a_byte_moves(pair: Pair) -> None:
+    target = pair.host.reserve(EPOCH, pair.reservation())
+    assert pair.rank.open_handoff(0, target, 0) is None
+    for other in (target.identity.replace("float32", "bfloat16"), target.identity.replace("latent fp32", "latent fp8")):
+        assert "configure both alike" in (pair.rank.check_link(target.address, other) or "")
+        refusal = pair.rank.open_handoff(0, replace(target, identity=other), len(TOKENS)) or ""
+        assert f"the decode worker has {other}" in refusal
 
 
 def test_room_is_reserved_for_all_that_may_come(pair: Pair) -> None:

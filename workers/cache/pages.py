@@ -82,6 +82,23 @@ def pool_bytes(kinds: tuple[CacheKind, ...], num_pages: int) -> int:
     return sum(_aligned(kind.page_bytes * num_pages) for kind in kinds)
 
 
+class PoolLayout:
+    """Where pages lie in a buffer of `num_pages` pages of every kind: of this rank's pool or of another's, which may be
+    larger or smaller."""
+
+    def __init__(self, kinds: tuple[CacheKind, ...], num_pages: int) -> None:
+        self._kinds: dict[tuple[int, str], tuple[int, int]] = {}
+        offset = 0
+        for kind in kinds:
+            self._kinds[kind.layer, kind.kind] = offset, kind.page_bytes
+            offset += _aligned(kind.page_bytes * num_pages)
+
+    def byte_range(self, layer: int, kind: str, physical_page: int) -> tuple[int, int]:
+        """(offset, length) of a page in the buffer: what a transport copies."""
+        offset, page_bytes = self._kinds[layer, kind]
+        return offset + physical_page * page_bytes, page_bytes
+
+
 class CachePool:
     """Views of the holder's buffer, one [pages, rows a page, row bytes] tensor a (layer, kind).
 
@@ -97,24 +114,21 @@ class CachePool:
         self.kinds = kinds
         self.num_pages = num_pages
         self.kind_of: dict[tuple[int, str], CacheKind] = {(kind.layer, kind.kind): kind for kind in kinds}
+        self.layout = PoolLayout(kinds, num_pages)
         self._pages: dict[tuple[int, str], torch.Tensor] = {}
-        self._offset: dict[tuple[int, str], int] = {}
-        offset = 0
         for kind in kinds:
-            size = kind.page_bytes * num_pages
-            key = (kind.layer, kind.kind)
-            self._offset[key] = offset
-            self._pages[key] = buffer[offset : offset + size].view(num_pages, kind.page_rows, kind.format.row_bytes)
-            offset += _aligned(size)
+            offset, _ = self.layout.byte_range(kind.layer, kind.kind, 0)
+            rows_B = buffer[offset : offset + kind.page_bytes * num_pages]
+            shape = (num_pages, kind.page_rows, kind.format.row_bytes)
+            self._pages[kind.layer, kind.kind] = rows_B.view(shape)
 
     def pages(self, layer: int, kind: Kind) -> torch.Tensor:
         """uint8 [pages, rows a page, row bytes]."""
         return self._pages[layer, kind]
 
     def byte_range(self, layer: int, kind: str, physical_page: int) -> tuple[int, int]:
-        """(offset, length) of a page in the buffer: what a transport copies."""
-        page_bytes = self.kind_of[layer, kind].page_bytes
-        return self._offset[layer, kind] + physical_page * page_bytes, page_bytes
+        """(offset, length) of a page in this pool's buffer."""
+        return self.layout.byte_range(layer, kind, physical_page)
 
 
 class JobCache:

@@ -10,7 +10,7 @@ import torch
 from longprefill.comms.checksum import checksum_bytes, checksum_tensor
 from longprefill.comms.manifest import LayerCounts, LogitsEntry, Manifest, PageEntry, StateEntry
 from longprefill.comms.messages import Commit, encode
-from longprefill.comms.transport.base import PoolAddress
+from longprefill.comms.transport.base import PoolAddress, TransportError
 from longprefill.workers.cache.pages import CacheFormats, CacheKind, pool_bytes
 from longprefill.workers.cache.states import BoundaryState, packed_bytes
 from longprefill.workers.model.config import KdaConfig, MlaConfig, ModelConfig
@@ -26,6 +26,10 @@ class HandoffTarget:
     generation: int
     table: tuple[int, ...]
     """Physical pages at the decode side."""
+    num_pages: int
+    """Of the decode side's pool, which decides where in it they lie."""
+    identity: str
+    """`handoff_identity` of the decode side: with another one, pages would not fit where they go."""
     slot_offset: int
     """Byte offset of the job's slot in the pool file."""
 
@@ -39,6 +43,18 @@ class HandoffPart:
     logits: LogitsEntry | None
     error: str | None = None
     """Why this rank's transfer failed: the attempt must be repeated."""
+
+
+def handoff_identity(fingerprint: str, dtype: torch.dtype, formats: CacheFormats) -> str:
+    """What two sides must have in common, in words."""
+    name = str(dtype).removeprefix("torch.")
+    return f"model {fingerprint[:12]}, {name}, latent {formats.latent}, index {formats.index_key}"
+
+
+def check_identity(own: str, target: str) -> None:
+    """Raises TransportError unless both sides have the same."""
+    if own != target:
+        raise TransportError(f"this prefill group has {own}; the decode worker has {target}: configure both alike")
 
 
 def slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -16,7 +16,14 @@ from longprefill.comms.transport.holder import Pool
 from longprefill.partition.layout import PAGE_TOKENS
 from longprefill.workers.cache.pages import CacheFormats, CachePool
 from longprefill.workers.cache.states import BoundaryState, packed_bytes
-from longprefill.workers.handoff.parts import DRAIN_TIMEOUT_S, HandoffTarget, layer_counts, slot_bytes, state_entries
+from longprefill.workers.handoff.parts import (
+    DRAIN_TIMEOUT_S,
+    HandoffTarget,
+    handoff_identity,
+    layer_counts,
+    slot_bytes,
+    state_entries,
+)
 from longprefill.workers.model.config import ModelConfig
 
 
@@ -66,6 +73,7 @@ class HandoffReceiver:
         self._pool = pool
         self._file = file
         self._fingerprint = fingerprint
+        self.identity = handoff_identity(fingerprint, dtype, formats)
         self._slot_size = slot_bytes(config, dtype)
         self._slots_at = file.num_bytes - num_slots * self._slot_size
         self._free_slots = list(range(num_slots))
@@ -97,6 +105,8 @@ class HandoffReceiver:
             address=self.publish(known.slot),
             generation=generation,
             table=table,
+            num_pages=self._pool.num_pages,
+            identity=self.identity,
             slot_offset=self._slot_at(known.slot),
         )
 

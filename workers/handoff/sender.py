@@ -22,7 +22,7 @@ from longprefill.comms.transport.holder import Pool, attach_pool
 from longprefill.comms.transport.shared_memory import SharedMemoryTransport
 from longprefill.comms.transport.socket_transport import SocketTransport
 from longprefill.partition.layout import PAGE_TOKENS
-from longprefill.workers.cache.pages import CachePool
+from longprefill.workers.cache.pages import CachePool, PoolLayout
 from longprefill.workers.cache.states import BoundaryState
 from longprefill.workers.handoff.parts import DRAIN_TIMEOUT_S, HandoffPart, HandoffTarget, state_entries
 
@@ -80,6 +80,7 @@ class HandoffSender:
         """Queues this rank's run of the pages that the tokens [start, end) completed (at the job's end, the ragged page
         too)."""
         outgoing = self._jobs[job]
+        layout = PoolLayout(self._pool.kinds, outgoing.target.num_pages)
         batch: list[Copy] = []
         first = start // PAGE_TOKENS
         last = -(-end // PAGE_TOKENS) if is_last else end // PAGE_TOKENS
@@ -90,7 +91,7 @@ class HandoffSender:
                 if index * PAGE_TOKENS // kind.tokens_per_row >= kind.num_rows(end):
                     continue  # no complete row in it yet: a ragged page of pooled keys
                 source, size = self._pool.byte_range(kind.layer, kind.kind, outgoing.table[index])
-                target, _ = self._pool.byte_range(kind.layer, kind.kind, outgoing.target.table[index])
+                target, _ = layout.byte_range(kind.layer, kind.kind, outgoing.target.table[index])
                 outgoing.pages.append(
                     PageEntry(
                         layer=kind.layer,
