@@ -74,7 +74,9 @@ def scaling(config: ModelConfig, request: PlanRequest, cluster: Cluster) -> list
         rows.append(
             {
                 "devices": num_devices,
-                "plan": f"{best.candidate.describe()}, {best.candidate.layout}, {best.prompt.num_steps} step(s)",
+                "plan": best.candidate.describe(),
+                "layout": best.candidate.layout,
+                "steps": best.prompt.num_steps,
                 "seconds": best.prefill_s,
                 "efficiency": alone_s / (num_devices * best.prefill_s),
                 **{f"{name}_s": None if found is None else found.prefill_s for name, found in by_exchange.items()},

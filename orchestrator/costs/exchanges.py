@@ -105,14 +105,18 @@ class ExchangeCosts:
 
     def _experts(self, moe: MoeShape) -> float:
         world = self._placement.num_devices
-        if world == 1:
-            return 0.0
+        return sum(
+            self._between_ranks("exchange", size, messages=world - 1, ranks=world) for size in self.experts_bytes(moe)
+        )
+
+    def experts_bytes(self, moe: MoeShape) -> tuple[int, int]:
+        """What a rank receives of rows for its experts, and of sums for its rows."""
+        world = self._placement.num_devices
         rows = -(-max(self._layout.row_counts) // self._placement.tp)
         width = self._model.hidden if moe.latent_dim is None else moe.latent_dim
         visited = (world - 1) * (1.0 - (1.0 - 1.0 / world) ** moe.experts_per_token)
         there = int(rows * visited * (width * self._model.element_bytes + 8 * moe.experts_per_token))
-        back = int(rows * visited * 4 * width)
-        return sum(self._between_ranks("exchange", size, messages=world - 1, ranks=world) for size in (there, back))
+        return there, int(rows * visited * 4 * width)
 
     def tensor_parallel_s(self, layer: LayerShape) -> float:
         """Gathers of rows inside the tensor-parallel group before each part of a layer, and sums after it."""

@@ -5,7 +5,8 @@ whose gather runs beside the query side; what is not hidden is exposed. Grouped 
 Feed-forward: dispatch and return where experts are spread. Tensor parallelism: a gather before and a sum after each
 part. At the end the boundary state. A rank that arrives early waits; the step lasts as long as the last clock.
 
-Of many ranks with one slice nine stand for all (work varies smoothly along the chain): first, last, middle, between.
+Of many ranks with one slice eleven stand for all, as work varies smoothly along the chain: nine evenly from first to
+last, and the two with most rows and most visible keys.
 """
 
 from __future__ import annotations
@@ -350,7 +351,7 @@ class _Step:
             parts={name: seconds for name, seconds in parts.items() if seconds},
             max_work_s=max(works),
             mean_work_s=sum(works) / len(works),
-            waiting_s=max(clocks.now) - max(works) - sum(exposed.values()) - host_s,
+            waiting_s=max(max(clocks.now) - max(works) - sum(exposed.values()) - host_s, 0.0),
             exposed_s=sum(exposed.values()),
             host_s=host_s,
         )
@@ -366,8 +367,12 @@ def _group(work: LayerWork, name: str) -> tuple[Operation, ...]:
 
 
 def _chosen(layout: Layout) -> tuple[int, ...]:
-    """The ranks whose clocks are kept."""
-    last = layout.num_ranks - 1
+    """The ranks whose clocks are kept: all, or of many nine evenly and those with most rows and most visible keys."""
+    ranks = range(layout.num_ranks)
     if layout.num_ranks <= MOST_RANKS or len(layout.slices) > 1:
-        return tuple(range(layout.num_ranks))
-    return tuple(sorted({last * eighth // 8 for eighth in range(9)}))
+        return tuple(ranks)
+    keys = [0] * layout.num_ranks
+    for fragment in layout.fragments:
+        keys[fragment.rank] += fragment.length * (fragment.start + fragment.end)
+    fullest = {max(ranks, key=lambda rank: (layout.row_counts[rank], rank)), max(ranks, key=lambda rank: keys[rank])}
+    return tuple(sorted({(layout.num_ranks - 1) * eighth // 8 for eighth in range(9)} | fullest))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
+from longprefill.orchestrator.costs.exchanges import ExchangeCosts
 from longprefill.orchestrator.costs.profile import ProfileError
 from longprefill.orchestrator.costs.prompt import PromptTime, prompt_time
 from longprefill.orchestrator.costs.rates import LinkRates
@@ -20,7 +21,7 @@ from longprefill.orchestrator.planner.machines import Machines, Site
 from longprefill.orchestrator.shapes import model_shape
 from longprefill.partition.generators import LayoutKind, generate
 from longprefill.partition.layout import PAGE_TOKENS, Slice
-from longprefill.partition.shapes import KdaShape, MlaShape, ModelShape
+from longprefill.partition.shapes import KdaShape, MlaShape, ModelShape, MoeShape
 from longprefill.partition.traffic import step_traffic
 from longprefill.workers.model.config import ModelConfig, MoeConfig
 from longprefill.workers.model.sharding import MeshPlace
@@ -220,7 +221,8 @@ class Evaluator:
         return self._costs[key]
 
     def traffic(self, candidate: Candidate) -> dict[str, int]:
-        """Bytes that the fullest rank receives from context-parallel peers over the whole prompt, by operation."""
+        """Bytes that the fullest rank receives from other context-parallel ranks over the whole prompt, by operation;
+        those of expert parallelism for even routing."""
         request = self.request
         rest = request.tokens - request.cached
         length = min(candidate.step_tokens, rest)
@@ -232,6 +234,12 @@ class Evaluator:
             if name == "cache_rows" and candidate.is_cache_sharded:
                 most = most * (request.tokens + request.cached + length) // (2 * length)
             found[name] += int(most * steps)
+        site = self.machines.site(candidate.cp, candidate.tp)
+        if candidate.is_expert_parallel and site is not None:
+            exchanges = ExchangeCosts(layout, self.shape(candidate), site.placement)
+            for layer in self.shape(candidate).layers:
+                if isinstance(layer.ffn, MoeShape):
+                    found["experts"] += int(sum(exchanges.experts_bytes(layer.ffn)) * steps)
         return {name: size for name, size in found.items() if size}
 
     def handoff_bytes(self, candidate: Candidate, num_tokens: int) -> int:

@@ -177,11 +177,12 @@ def border_lines(borders: Crossovers) -> Iterator[str]:
 
 
 def show_scaling(rows: Sequence[dict[str, object]]) -> None:
-    """The table of `--devices`."""
-    console = Console(width=WIDTH, highlight=False, markup=False)
+    """The table of `--devices`, in seconds."""
+    console = Console(width=WIDTH + 14, highlight=False, markup=False)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="left" if name == "plan" else "right")
+        title = name.removesuffix("_s").replace("_", " ")
+        table.add_column(title, justify="left" if name in ("plan", "layout") else "right", no_wrap=name == "plan")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
     console.print(table)
