@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from longprefill.orchestrator.controller.contract import Busy, Conflict, Infeasible, UnknownJob
+from longprefill.orchestrator.controller.contract import Busy, Conflict, Infeasible, NotReady, UnknownJob
 from longprefill.partition.errors import PromptError, UserError
 
 TYPES = {
@@ -73,6 +73,8 @@ def as_api_error(error: UserError) -> ApiError:
         return ApiError(409, message, code="conflict", headers=NO_RETRY)
     if isinstance(error, Infeasible):
         return ApiError(409, message, code="infeasible", headers=NO_RETRY)
+    if isinstance(error, NotReady):
+        return unavailable(message)
     if isinstance(error, Busy):
         headers = {"retry-after": str(max(1, round(error.retry_after_s)))}
         if error.is_draining:

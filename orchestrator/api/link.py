@@ -1,4 +1,5 @@
-"""The way to the controller: a call that fails because the controller is away is made again, for a while.
+"""The way to the controller: a call that fails because the controller is away, or has just come back and does not have
+its books yet, is made again, for a while.
 
 Every call may be repeated: reads have cursors, cancelling twice is cancelling once, and a submission carries a key by
 which the controller knows it again (`submit` sees to that). So a stream survives a controller's restart, and nothing
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from longprefill.orchestrator.api.errors import unavailable
-from longprefill.orchestrator.controller.contract import ClusterView, ControllerApi, Readiness, Submission
+from longprefill.orchestrator.controller.contract import ClusterView, ControllerApi, NotReady, Readiness, Submission
 from longprefill.orchestrator.job import JobEvent, JobRequest, JobState, JobView, TokenBatch
 
 FIRST_PAUSE_S = 0.05
@@ -97,9 +98,11 @@ class PatientController:
         while True:
             try:
                 return await asyncio.wait_for(ask(), wait_s + CALL_S)
-            except (ControllerAway, TimeoutError):
+            except (ControllerAway, NotReady, TimeoutError) as error:
                 left_s = deadline - loop.time()
                 if left_s <= 0:
+                    if isinstance(error, NotReady):
+                        raise  # it says why
                     raise unavailable(
                         f"the controller could not be reached for {self._patience_s:g} s", retry_after_s=5
                     ) from None

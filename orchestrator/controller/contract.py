@@ -41,11 +41,16 @@ class Busy(UserError):
         self.is_draining = is_draining
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make_busy, (str(self), self.retry_after_s, self.is_draining)
+        return _make_busy, (type(self), str(self), self.retry_after_s, self.is_draining)
 
 
-def _make_busy(message: str, retry_after_s: float, is_draining: bool) -> Busy:
-    return Busy(message, retry_after_s, is_draining=is_draining)
+class NotReady(Busy):
+    """The controller has just started and does not have its books yet: any method may raise it, and every call may be
+    made again."""
+
+
+def _make_busy(kind: type[Busy], message: str, retry_after_s: float, is_draining: bool) -> Busy:
+    return kind(message, retry_after_s, is_draining=is_draining)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

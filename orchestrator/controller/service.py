@@ -25,7 +25,7 @@ import numpy as np
 
 from longprefill.orchestrator.config import ServiceConfig
 from longprefill.orchestrator.controller import admission
-from longprefill.orchestrator.controller.contract import Busy, ClusterView, Conflict, Readiness, Submission
+from longprefill.orchestrator.controller.contract import Busy, ClusterView, Conflict, NotReady, Readiness, Submission
 from longprefill.orchestrator.controller.core import Core
 from longprefill.orchestrator.controller.generating import Generating
 from longprefill.orchestrator.controller.handing_off import HandingOff
@@ -153,10 +153,10 @@ class ControllerService:
         """The books.
 
         Raises:
-            Busy: there are none yet, and why.
+            NotReady: there are none yet, and why.
         """
         if self._core is None:
-            raise Busy(f"the controller takes nothing now: {self._trouble}", 1.0, is_draining=True)
+            raise NotReady(f"the controller takes nothing now: {self._trouble}", 1.0, is_draining=True)
         return self._core
 
     # ---- contract.ControllerApi ----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from longprefill.orchestrator.controller.contract import (
     Conflict,
     GroupView,
     Infeasible,
+    NotReady,
     Readiness,
     Submission,
     UnknownJob,
@@ -185,6 +186,8 @@ class ControllerDouble:
             del self.calls[:5_000]
         if self.away:
             self.away -= 1
+            if self.away % 2:
+                raise NotReady("the controller takes nothing now: it starts", 1.0, is_draining=True)
             raise ControllerAway(name)
 
     def _answered(self) -> None:
