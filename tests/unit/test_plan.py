@@ -16,15 +16,22 @@ from pathlib import Path
 import pytest
 
 from longprefill.orchestrator import cli
+from longprefill.orchestrator.costs.profile import DeviceProfile, Link, Table
+from longprefill.orchestrator.costs.profile_file import find_profile, write_profile
+from longprefill.orchestrator.costs.rates import Rates
 from longprefill.orchestrator.memory import weight_bytes
 from longprefill.orchestrator.plan_command import device_numbers, evaluator_of, scaling
 from longprefill.orchestrator.planner.candidate import Candidate, PlanError, PlanRequest
+from longprefill.orchestrator.planner.crossovers import crossovers
 from longprefill.orchestrator.planner.evaluate import Evaluator
 from longprefill.orchestrator.planner.models import find_model
 from longprefill.orchestrator.planner.report import RUNNABLE_EXCHANGES
 from longprefill.orchestrator.planner.search import choose
 from longprefill.orchestrator.simulator.cluster import read_cluster
 from longprefill.partition.errors import ModelError, UserError
+from longprefill.partition.generators import generate
+from longprefill.partition.layout import Slice
+from longprefill.partition.operations import LayerPlace, edge_operations, layer_operations, operation_shape
 from longprefill.workers.model.sharding import MeshPlace
 
 GOLDEN = Path(__file__).parent / "plan_golden"
@@ -211,6 +218,43 @@ def test_what_is_not_measured_is_not_guessed(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("[[nodes]]\ndevices = 2\ndevice = 'd.toml'\n")
     with pytest.raises(PlanError, match=r"profile d does not say how fast .*rates.memory.*--calibrate"):
         choose(evaluator(cluster=tmp_path / "c.toml"))
+
+
+def test_a_measured_profile_plans_what_was_measured(tmp_path: Path) -> None:
+    """Tables of one rank's shapes, as a calibration writes them: meshes of that shape are planned, others are named."""
+    estimator = evaluator(tokens=20_000)
+    shape = estimator.shape(Candidate(cp=1, tp=1, step_tokens=64, latent_format="bf16", index_format="bf16"))
+    rates = Rates(find_profile("example"))
+    points: dict[tuple[str, tuple[tuple[str, int | str], ...]], set[tuple[float, ...]]] = {}
+    for tokens in (64, 1024, 20_480):
+        for num_ranks in (1, 2):
+            layout = generate("zigzag", [Slice(job=0, start=0, end=tokens)], num_ranks)
+            for layer in dict.fromkeys(shape.layers):
+                for work in layer_operations(layout, layer, shape, LayerPlace()):
+                    for each in (*work.all, *edge_operations(layout, shape, 1, 1)):
+                        dims = tuple(sorted(operation_shape(each.name, layer, shape).items()))
+                        extents = (each.rows, each.keys, each.parts, each.flops or each.num_bytes)
+                        if extents[3]:
+                            points.setdefault((each.name, dims), set()).add((*extents, rates.seconds(each, dims)))
+    tables = tuple(
+        Table(op=name, shape=dict(dims), axes=("rows", "keys", "parts"), points=tuple(sorted(found)))
+        for (name, dims), found in points.items()
+    )
+    link = Link(pattern="any", scope="node", latency_s=1e-5, bytes_per_s=1e11)
+    write_profile(tmp_path / "p.json", DeviceProfile(name="here", source="test", tables=tables, links=(link,)))
+    (tmp_path / "c.toml").write_text("[[nodes]]\ndevices = 2\ndevice = 'p.json'\nmemory_gib = 141\n")
+    measured = evaluator(tokens=20_000, cluster=tmp_path / "c.toml")
+    choice = choose(measured)
+    assert (choice.best.candidate.cp, choice.best.candidate.tp) == (2, 1)
+    reasons = [other.reason for other in choice.alternatives if other.estimate is None]
+    assert any("profile here does not say how fast" in reason for reason in reasons)
+    assert set(measured.costs(choice.best.candidate, choice.best.site).coverage()) <= {"exact", "between", "beyond"}
+    borders = crossovers(measured, choice.best)
+    assert borders.cp == 2
+    again = evaluator(tokens=20_000, cluster=GOLDEN / "example.toml", exchange=choice.best.candidate.exchange)
+    expected = again.estimate(choice.best.candidate)
+    assert expected is not None
+    assert choice.best.prompt.max_work_s == pytest.approx(expected.prompt.max_work_s, rel=0.05)
 
 
 def test_scaling_puts_exchanges_side_by_side() -> None:
