@@ -48,7 +48,7 @@ export class JobPage {
   /** Begins to show a job; `signal` ends it. */
   open(job, caller, signal) {
     this.timeline?.close();
-    Object.assign(this, { job, signal, view: null, events: [], trace: null, state: null, mostSteps: FEW_STEPS });
+    Object.assign(this, { job, signal, view: null, events: [], trace: null, state: null, isRefused: false, mostSteps: FEW_STEPS });
     this.#build();
     signal.addEventListener("abort", () => this.timeline.close(), { once: true });
     this.#follow();
@@ -56,7 +56,7 @@ export class JobPage {
 
   /** The job as it is now. */
   async refresh(signal) {
-    if (this.view !== null && isFinal(this.view.state) && this.trace !== null) return;
+    if (this.isRefused || (this.view !== null && isFinal(this.view.state) && this.trace !== null)) return;
     let view;
     try {
       view = await askJson(jobPath(this.job), { signal });
@@ -142,6 +142,7 @@ export class JobPage {
   }
 
   #refuse(error) {
+    this.isRefused = true;
     this.parts.body.hidden = true;
     updateBadge(this.parts.state, error.status === 404 ? "unknown" : "refused", "bad");
     setText(this.parts.reason, error.message);
@@ -158,7 +159,7 @@ export class JobPage {
     p.cancel.hidden = isFinal(view.state);
     p.reason.className = view.state === "failed" ? "refusal" : "note";
     const waiting = expected(view);
-    setText(p.reason, view.reason ?? (waiting === "–" ? "" : `Expected: ${waiting}`));
+    setText(p.reason, [view.reason, waiting === "–" ? null : `expected: ${waiting}`].filter(Boolean).join("; "));
     p.body.hidden = false;
     showFigures(p.facts, this.#facts(view));
     this.#showTtft(view.timings);

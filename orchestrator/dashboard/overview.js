@@ -183,7 +183,7 @@ export function expected(job) {
   const parts = [];
   if (start_s !== null && start_s > 0) parts.push(`starts in ${roughly(start_s)}`);
   if (finish_s !== null) parts.push(`prefilled in ${roughly(finish_s)}`);
-  return [parts.join(", "), reason].filter(Boolean).join("; ");
+  return [parts.join(", "), reason === job.reason ? "" : reason].filter(Boolean).join("; ") || "–";
 }
 
 const GROUP_COLUMNS = [

@@ -7,7 +7,7 @@ const LANE = 13;
 const LANE_GAP = 2;
 const ROW_GAP = 10;
 const AXIS = 20;
-const MOST_HEIGHT = 1600; // rows beyond are scrolled to with the canvas's box
+const MOST_HEIGHT = 8000; // what a canvas of every browser can have at twice the pixels
 const ZOOM = 1.6;
 const SHORTEST_S = 1e-5;
 const HELP = "Arrow keys move, plus and minus zoom, 0 shows all.";
@@ -18,6 +18,7 @@ export class Timeline {
     this.canvas = el("canvas", { tabindex: "0", role: "img", onkeydown: (event) => this.#key(event), onpointermove: (event) => this.#point(event), onpointerdown: (event) => this.#grab(event), onpointerup: () => { this.grabbed = null; } });
     this.box = el("div", { class: "timeline" }, this.canvas);
     this.words = el("p", { class: "muted timeline-words" }, HELP);
+    this.left = el("p", { class: "muted", hidden: true });
     this.legend = el("ul", { class: "legend" });
     const button = (text, label, act) => el("button", { type: "button", class: "quiet", "aria-label": label, onclick: act }, text);
     const tools = el(
@@ -29,7 +30,7 @@ export class Timeline {
       button("All", "Show all", () => this.#showAll()),
       this.legend,
     );
-    place.replaceChildren(tools, this.box, this.words);
+    place.replaceChildren(tools, this.box, this.words, this.left);
     this.grabbed = null;
     this.isFollowing = true;
     this.resized = new ResizeObserver(() => this.draw());
@@ -46,7 +47,7 @@ export class Timeline {
 
   /** Shows rows as steps.js makes them; the view stays where it was unless it showed everything. */
   show(rows) {
-    this.rows = rows;
+    this.rows = fitting(rows);
     this.end = Math.max(SHORTEST_S, ...rows.flatMap((row) => row.lanes.map((lane) => lane.spans.reduce((end, span) => Math.max(end, span.end), 0))));
     if (this.isFollowing) [this.from, this.to] = [0, this.end];
     const categories = [...new Set(rows.flatMap((row) => row.lanes.map((lane) => lane.category)))];
@@ -54,8 +55,11 @@ export class Timeline {
       this.legend.dataset.shown = categories.join();
       this.legend.replaceChildren(...categories.map((category) => el("li", { "data-category": category }, category)));
     }
+    const left = rows.length - this.rows.length;
     const number = rows.reduce((sum, row) => sum + row.lanes.reduce((own, lane) => own + lane.spans.length, 0), 0);
-    this.canvas.setAttribute("aria-label", `Timeline of ${seconds(this.end)}: ${rows.length} rows, ${number} spans. ${HELP} The table below has the sums.`);
+    this.canvas.setAttribute("aria-label", `Timeline of ${seconds(this.end)}: ${rows.length} rows, ${number} spans${left > 0 ? `, the last ${left} rows not drawn` : ""}. ${HELP} The table below has the sums.`);
+    this.left.hidden = left === 0;
+    setText(this.left, `${left} of ${rows.length} rows are not drawn: the table and the saved trace have them.`);
     this.draw();
   }
 
@@ -63,7 +67,7 @@ export class Timeline {
     const width = this.box.clientWidth;
     if (width === 0 || this.rows.length === 0) return;
     const scale = window.devicePixelRatio || 1;
-    const height = Math.min(MOST_HEIGHT, AXIS + this.rows.reduce((sum, row) => sum + rowHeight(row), 0));
+    const height = AXIS + this.rows.reduce((sum, row) => sum + rowHeight(row), 0);
     this.canvas.width = Math.round(width * scale);
     this.canvas.height = Math.round(height * scale);
     this.canvas.style.height = `${height}px`;
@@ -179,6 +183,12 @@ export class Timeline {
     const span = found?.lane.spans.findLast((one) => one.start <= at + perPixel && one.end >= at - perPixel);
     setText(this.words, span === undefined ? HELP : `${found.label}: ${span.name}${span.layer === null ? "" : `, layer ${span.layer}`}, ${seconds(span.end - span.start)} from ${seconds(span.start)}`);
   }
+}
+
+/** The rows that there is room for. */
+function fitting(rows) {
+  let height = AXIS;
+  return rows.filter((row) => (height += rowHeight(row)) <= MOST_HEIGHT);
 }
 
 function rowHeight(row) {

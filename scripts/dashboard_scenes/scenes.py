@@ -165,8 +165,8 @@ def _traffic(tokens: int) -> dict[str, dict[str, int]]:
     steps = tokens // STEP_TOKENS
     return {
         "cache_rows": {"calls": 2 * steps, "bytes": 1576 * tokens},
-        "kda.summaries": {"calls": 6 * steps, "bytes": 6 * steps * (25 << 20)},
-        "kda.halo": {"calls": 6 * steps, "bytes": 6 * steps * 49152},
+        "kda_summaries": {"calls": 6 * steps, "bytes": 6 * steps * (25 << 20)},
+        "kda_halo": {"calls": 6 * steps, "bytes": 6 * steps * 49152},
         "boundary_state": {"calls": steps, "bytes": steps * (13 << 20)},
     }
 

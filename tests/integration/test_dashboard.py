@@ -278,6 +278,8 @@ def test_the_timeline_of_ranks(wide: Watched, tmp_path: Path) -> None:
         expect(page.locator(".legend li")).to_have_text(["phase", "step", "layer", "kernel", "collective", "wait"])
         canvas = page.locator("canvas")
         expect(canvas).to_have_attribute("aria-label", re.compile(r"Timeline of 17\.\d s: 3 rows, 780 spans"))
+        size = canvas.evaluate("it => [it.clientWidth, it.clientHeight, it.parentElement.scrollHeight]")
+        assert size[1] == size[2] == 20 + (2 * 15 + 10) + 2 * (4 * 15 + 10), "every lane has its place"
         canvas.focus()
         page.keyboard.press("+")
         expect(page.locator(".timeline-words")).to_contain_text(" to ")
