@@ -16,8 +16,8 @@ from longprefill.orchestrator.config import ConfigError, ServiceConfig
 from longprefill.orchestrator.errors import RunFailed
 
 APPLICATION = "longprefill"
-MAX_ONGOING = 4096
-"""Requests that a replica holds, streams above all; beyond, the proxy answers 503."""
+MAX_ONGOING, MAX_WAITING = 4096, 1024
+"""Requests that a replica holds, streams above all, and that the proxy keeps for it; beyond, the proxy answers 503."""
 KEEP_ALIVE_S = 65
 HEALTH_PERIOD_S = 5.0
 
@@ -49,14 +49,15 @@ def start(config: ServiceConfig) -> str:
             Serve listens elsewhere.
         RunFailed: Serve did not come up.
     """
+    port = _checked_port(config)
+    options = {"host": config.service.host, "port": port, "keep_alive_timeout_s": KEEP_ALIVE_S, **_tls(config)}
+
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
     from ray.serve.schema import LoggingConfig
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it tells this process's standard error of every step
-    port = _checked_port(config)
-    options = {"host": config.service.host, "port": port, "keep_alive_timeout_s": KEEP_ALIVE_S, **_tls(config)}
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     try:
         serve.start(proxy_location="HeadOnly", http_options=options, logging_config=quiet)
@@ -65,6 +66,7 @@ def start(config: ServiceConfig) -> str:
             name="http",
             num_replicas=config.service.num_replicas,
             max_ongoing_requests=MAX_ONGOING,
+            max_queued_requests=MAX_WAITING,
             ray_actor_options={"num_cpus": 0},
             health_check_period_s=HEALTH_PERIOD_S,
             logging_config=quiet,
