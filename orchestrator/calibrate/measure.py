@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longprefill.orchestrator.calibrate import machine
 from longprefill.orchestrator.calibrate.pair import NUM_WORKERS, Pair
@@ -30,6 +31,7 @@ RESIDUAL_ROWS = (256, 2048, 8192)
 NUM_FOLDS = 4
 FEWEST_PASSES = 3
 """Over all steps: one to warm up, and a round of one alone and one beside another."""
+FEWEST_STARTS = 3
 LINK_SHARE = 0.1
 """Share of the time that links may take."""
 
@@ -168,7 +170,10 @@ class _ModelBench:
             self.pair.ask("step", step)
             kept.append(step)
             costs.append(time.perf_counter() - began)
-        self._steps = kept
+        # rows that were timed at few starts would hide how the others depend on them; some there must be
+        starts = Counter(step.tokens for step in kept if step.is_on_grid)
+        few = {tokens for tokens, number in starts.items() if number < FEWEST_STARTS and tokens != STEP_TOKENS[0]}
+        self._steps = [replace(step, is_on_grid=step.is_on_grid and step.tokens not in few) for step in kept]
         return costs
 
     def _take(self, step: TimedStep, samples: Sequence[StepSample], copies: int) -> None:
