@@ -13,6 +13,9 @@ from longprefill.partition.steps import check_step_tokens
 from longprefill.partition.work import Exchange
 from longprefill.workers.spec import DTYPES
 
+MOST_CP, MOST_TP = 1024, 64
+"""Ranks that the engine takes."""
+
 
 class PlanError(UserError):
     """No plan: a request that cannot be, or one that nothing here can do."""
@@ -55,9 +58,9 @@ class PlanRequest:
             raise PlanError(f"--concurrent {self.concurrent}: use 1 to 1000000 prompts")
         if self.deadline_s is not None and not 0 < self.deadline_s < float("inf"):
             raise PlanError(f"--deadline-s {self.deadline_s}: use a positive number of seconds")
-        for name, value in (("cp", self.cp), ("tp", self.tp)):
-            if value is not None and value < 1:
-                raise PlanError(f"--{name} {value}: use 1 or more ranks")
+        for name, value, most in (("cp", self.cp, MOST_CP), ("tp", self.tp, MOST_TP)):
+            if value is not None and not 1 <= value <= most:
+                raise PlanError(f"--{name} {value}: use 1 to {most} ranks")
         if self.step_tokens is not None:
             check_step_tokens(self.step_tokens)
         choices = {

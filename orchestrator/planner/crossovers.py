@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from longprefill.orchestrator.costs.placement import Placement
 from longprefill.orchestrator.costs.profile import Link, ProfileError, scaled_link
-from longprefill.orchestrator.planner.candidate import Candidate
+from longprefill.orchestrator.planner.candidate import MOST_CP, Candidate
 from longprefill.orchestrator.planner.evaluate import Estimate, Evaluator
 from longprefill.orchestrator.planner.machines import Site
 from longprefill.partition.layout import PAGE_TOKENS, Slice
@@ -133,7 +133,7 @@ def _break_even(evaluator: Evaluator, best: Estimate) -> _Even | None:
     if best.site.num_machines > 1:
         narrow, wide = replace(candidate, cp=best.site.placement.cp_per_node), candidate
     elif scope == "network":
-        narrow, wide = candidate, replace(candidate, cp=slots, exchange="head_transposed")
+        narrow, wide = candidate, replace(candidate, cp=min(slots, MOST_CP), exchange="head_transposed")
     else:
         narrow, wide = replace(candidate, cp=1), candidate
     narrow, narrow_site = _with_room(evaluator, narrow)

@@ -18,7 +18,7 @@ from longprefill.orchestrator.planner.alternatives import (
     other_meshes,
     variants_of,
 )
-from longprefill.orchestrator.planner.candidate import Candidate, PlanError, PlanRequest
+from longprefill.orchestrator.planner.candidate import MOST_CP, MOST_TP, Candidate, PlanError, PlanRequest
 from longprefill.orchestrator.planner.evaluate import Estimate, Evaluator
 from longprefill.orchestrator.planner.refusals import no_memory, no_mesh
 from longprefill.partition.errors import UserError
@@ -94,7 +94,9 @@ def _meshes_by_size(evaluator: Evaluator) -> Iterator[list[tuple[int, int]]]:
     """
     request, machines = evaluator.request, evaluator.machines
     largest = max(machine.num_devices for machine in machines.machines)
-    degrees = [request.tp] if request.tp is not None else [1 << power for power in range(largest.bit_length())]
+    degrees = (
+        [request.tp] if request.tp is not None else [1 << power for power in range(min(largest, MOST_TP).bit_length())]
+    )
     if request.tp is not None:
         check_tp(evaluator.config, request.tp)
     is_any = False
@@ -102,7 +104,8 @@ def _meshes_by_size(evaluator: Evaluator) -> Iterator[list[tuple[int, int]]]:
         slots = machines.num_slots(num_tp)
         if not slots or not _divides(evaluator, num_tp):
             continue
-        sizes = sorted({slots, *(1 << power for power in range(slots.bit_length()))}, reverse=True)
+        most = min(slots, MOST_CP)
+        sizes = sorted({most, *(1 << power for power in range(most.bit_length()))}, reverse=True)
         if request.cp is not None:
             sizes = [request.cp] if request.cp <= slots else []
         if sizes:
