@@ -19,10 +19,10 @@ from longprefill.orchestrator.job import JobState
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 try:
-    from dashboard_scenes import browser as browsers
-    from dashboard_scenes import scenes
-    from dashboard_scenes.controller import SceneController, job_view
-    from dashboard_scenes.server import SceneServer
+    from dashboard_scenes import browser as browsers  # pyright: ignore[reportMissingImports]
+    from dashboard_scenes import scenes  # pyright: ignore[reportMissingImports]
+    from dashboard_scenes.controller import SceneController, job_view  # pyright: ignore[reportMissingImports]
+    from dashboard_scenes.server import SceneServer  # pyright: ignore[reportMissingImports]
 finally:
     sys.path.remove(str(SCRIPTS))
 
