@@ -9,12 +9,13 @@ import fcntl
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 900.0
 END_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 15.0
 POLL_S = 0.2
 WATCH_S = 1.0
 SILENCE_S = 60.0
@@ -55,8 +57,14 @@ def serve(config_file: Path) -> None:
             typer.echo(f"ready on {url} in {time.monotonic() - started:.1f} s")
             service.watch()
             service.drain()
+        except RayGone as error:
+            service.end_without_ray(str(error))
         finally:
             service.close()
+
+
+class RayGone(RunFailed):
+    """The servers of our own Ray have ended."""
 
 
 class RunningService:
@@ -94,9 +102,9 @@ class RunningService:
         except ValueError as error:
             raise ConfigError(f"this Ray cluster has a longprefill service already: {error}") from error
         self._has_http = True
-        http = _Beside(lambda: deployment.start(self.config))
+        http = _Attempt(lambda: deployment.start(self.config))
         self._await_ready(http)
-        return http.result()
+        return str(http.result)
 
     def _start_ray(self) -> None:
         service = self.config.service
@@ -121,7 +129,7 @@ class RunningService:
             lines = str(error).splitlines() or [type(error).__name__]
             raise RunFailed(f"the Ray cluster at {service.ray_address} cannot be joined: {lines[0]}") from error
 
-    def _await_ready(self, http: _Beside) -> None:
+    def _await_ready(self, http: _Attempt) -> None:
         """Until controller, a group, a decode worker and HTTP are ready; every reason for waiting is told once."""
         import ray
         from ray.exceptions import RayError
@@ -134,7 +142,7 @@ class RunningService:
             self._check_servers()
             try:
                 found: Any = ray.get(self._controller.readiness.remote(), timeout=END_TIMEOUT_S)
-                if found.is_ready and http.is_done:
+                if found.is_ready and http.wait(0):
                     return
                 reasons = found.reasons or ("the HTTP side starts",)
             except RayError as error:
@@ -171,35 +179,70 @@ class RunningService:
         from ray.exceptions import RayError
 
         timeout_s = self.config.service.drain_timeout_s
+        draining = self._controller.drain.remote(timeout_s)
+        deadline = time.monotonic() + timeout_s + END_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self._check_servers()  # the signal may have gone to all processes of the service
+            if ray.wait([draining], timeout=POLL_S)[0]:
+                break
         with contextlib.suppress(RayError):
-            is_done = ray.get(self._controller.drain.remote(timeout_s), timeout=timeout_s + END_TIMEOUT_S)
-            if not is_done:
+            if not ray.get(draining, timeout=POLL_S):
                 _say("unfinished jobs go on at the next start")
+
+    def end_without_ray(self, reason: str) -> NoReturn:
+        """Ends this process at once: Ray's library would wait a minute for servers that are gone, and then abort. The
+        next start removes what their directory holds."""
+        if self._ray.directory is not None:
+            for pid in processes_naming(self._ray.directory):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if self._asked_to_end.is_set():
+            _say("Ray has ended with the same signal; unfinished jobs go on at the next start")
+        else:
+            _say(reason)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0 if self._asked_to_end.is_set() else 1)
 
     def close(self) -> None:
         """Ends HTTP, controller, workers, and Ray if it is ours."""
         import ray
 
         with _uninterrupted():
-            if ray.is_initialized() and self._are_servers_alive():
-                self._end_actors()
+            if ray.is_initialized():
+                try:
+                    self._check_servers()
+                    self._end_actors()
+                except RayGone as error:
+                    self.end_without_ray(str(error))
             if self.config.service.ray_address is not None and ray.is_initialized():
                 ray.shutdown()
             self._ray.stop()
 
     def _end_actors(self) -> None:
         import ray
-        from ray.exceptions import RayError
 
         if self._has_http:
             from longprefill.orchestrator.api import deployment
 
-            _within(END_TIMEOUT_S, deployment.stop)
-        if self._controller is not None:
-            with contextlib.suppress(RayError):
-                ray.get(self._controller.end.remote(end_hosts=True), timeout=END_TIMEOUT_S)
-            with contextlib.suppress(RayError):
-                ray.kill(self._controller, no_restart=True)
+            self._bounded(deployment.stop)
+        controller = self._controller
+        if controller is not None:
+            self._bounded(lambda: ray.get(controller.end.remote(end_hosts=True), timeout=STOP_TIMEOUT_S))
+            self._bounded(lambda: ray.kill(controller, no_restart=True))
+
+    def _bounded(self, call: Callable[[], object]) -> None:
+        """A call of Ray, which waits for a minute for servers that are gone, and then aborts this process.
+
+        Raises:
+            RayGone: they are, or seem to be.
+        """
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        attempt = _Attempt(call)
+        while not attempt.wait(POLL_S):
+            self._check_servers()
+            if time.monotonic() > deadline:
+                raise RayGone("Ray does not answer while the service ends; its processes are killed")
 
     def _ask_to_end(self, number: int, frame: FrameType | None) -> None:
         if self._asked_to_end.is_set():
@@ -226,63 +269,44 @@ class RunningService:
 
     def _check_servers(self) -> None:
         if not self._are_servers_alive():
-            raise RunFailed("Ray is gone: start the service again, its jobs are in the journal")
+            raise RayGone("Ray is gone: start the service again, its jobs are in the journal")
 
     def _are_servers_alive(self) -> bool:
         if self.config.service.ray_address is None:
             return all(_is_alive(pid) for pid in self._servers)
         import ray
 
-        return _within(SILENCE_S, ray.nodes)
+        attempt = _Attempt(ray.nodes)
+        return attempt.wait(SILENCE_S) and attempt.error is None
 
 
-class _Beside:
-    """A call in a thread that nobody need wait for."""
+class _Attempt:
+    """A call in a thread that nobody need wait for. `error`: what was expected to go wrong with it."""
 
-    def __init__(self, call: Callable[[], str]) -> None:
+    def __init__(self, call: Callable[[], object]) -> None:
         self._call = call
-        self._result: str | None = None
+        self._is_done = threading.Event()
+        self.result: Any = None
         self.error: Exception | None = None
         threading.Thread(target=self._run, daemon=True).start()
 
-    @property
-    def is_done(self) -> bool:
-        return self._result is not None
-
-    def result(self) -> str:
-        assert self._result is not None
-        return self._result
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended."""
+        return self._is_done.wait(timeout_s)
 
     def _run(self) -> None:
+        from ray.exceptions import RayError
+
         try:
-            self._result = self._call()
-        except (UserError, RunFailed) as error:
+            self.result = self._call()
+        except (UserError, RunFailed, RayError, RuntimeError, OSError) as error:
             self.error = error
+        finally:
+            self._is_done.set()
 
 
 def _say(line: str) -> None:
     typer.echo(f"longprefill: {line}", err=True)
-
-
-def _within(timeout_s: float, call: Any) -> bool:
-    """Whether a call of Ray, which may wait for ever for a server that is gone, has come back in time and well."""
-    from ray.exceptions import RayError
-
-    outcome: list[bool] = []
-
-    def attempt() -> None:
-        try:
-            call()
-        except (RayError, RuntimeError, ConnectionError, TimeoutError) as error:
-            logger.warning("%s", error)
-            outcome.append(False)
-        else:
-            outcome.append(True)
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return outcome == [True]
 
 
 def _is_server(pid: int) -> bool:
