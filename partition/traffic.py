@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from longprefill.partition.halo import RowSource, halo_moves
-from longprefill.partition.layout import Layout
+from longprefill.partition.layout import Layout, Slice
 from longprefill.partition.shapes import GqaShape, KdaShape, LayerShape, MlaShape, ModelShape
 from longprefill.partition.work import Exchange, chain_role, check_exchange, head_share
 
@@ -76,33 +76,38 @@ def summary_traffic(layout: Layout, kda: KdaShape, exchange: Exchange, *, head_g
 def cache_row_traffic(layout: Layout, mla: MlaShape | GqaShape) -> PerRank:
     """The packed gather of one layer's cache rows: every row of the step, and the key of every pool that it completes,
     reaches every rank."""
+    return _gathered(cache_row_bytes(layout, mla))
+
+
+def cache_row_bytes(layout: Layout, mla: MlaShape | GqaShape) -> list[int]:
+    """Cache rows of one layer that every rank makes in the step."""
     part_bytes = [num_rows * mla.row_bytes for num_rows in layout.row_counts]
     if isinstance(mla, MlaShape) and mla.indexer is not None:
         pool = mla.indexer.pool
         for fragment in layout.fragments:
             num_keys = fragment.end // pool - fragment.start // pool
             part_bytes[fragment.rank] += num_keys * mla.indexer.key_bytes
-    return _gathered(part_bytes)
+    return part_bytes
+
+
+def boundary_bytes(piece: Slice, mixer: KdaShape | MlaShape | GqaShape, element_bytes: int) -> int:
+    """What one layer leaves of a job at the end of its slice, beside cache rows. KDA: the final state and the projected
+    rows of the conv tail. MLA with pooled keys: key and gate, fp32, of the tokens of the incomplete pool."""
+    if isinstance(mixer, KdaShape):
+        return mixer.state_bytes + max(mixer.conv_width - 1, 0) * mixer.conv_channels * element_bytes
+    if isinstance(mixer, MlaShape) and mixer.indexer is not None:
+        return piece.end % mixer.indexer.pool * 2 * 4 * mixer.indexer.head_dim
+    return 0
 
 
 def boundary_traffic(layout: Layout, mixer: KdaShape | MlaShape | GqaShape, element_bytes: int) -> PerRank:
-    """The boundary state of one layer at the step's end, brought to all ranks.
-
-    All of it comes from the owner of the chain's last fragment. KDA: the final state and the projected rows of the conv
-    tail. MLA with pooled keys: key and gate, fp32, of the tokens of the incomplete pool. Other layers leave nothing but
-    cache rows.
-    """
+    """The boundary state of one layer at the step's end, brought to all ranks from the owner of each chain's last
+    fragment."""
     pair_bytes: Counter[tuple[int, int]] = Counter()
     for piece in layout.slices:
         sender = layout.chain(piece.job)[-1].rank
-        num_bytes = 0
-        if isinstance(mixer, KdaShape):
-            tail_rows = max(mixer.conv_width - 1, 0)
-            num_bytes = mixer.state_bytes + tail_rows * mixer.conv_channels * element_bytes
-        elif isinstance(mixer, MlaShape) and mixer.indexer is not None:
-            num_bytes = piece.end % mixer.indexer.pool * 2 * 4 * mixer.indexer.head_dim
         for receiver in range(layout.num_ranks):
-            pair_bytes[sender, receiver] += num_bytes
+            pair_bytes[sender, receiver] += boundary_bytes(piece, mixer, element_bytes)
     return _by_rank(layout.num_ranks, _messages(pair_bytes))
 
 
