@@ -152,7 +152,8 @@ class _Body:
             return await self._receive()  # what follows is the disconnect, which may be hours away
         left_s = min(BODY_IDLE_S, self._deadline - self._loop.time())
         try:
-            message = await asyncio.wait_for(self._receive(), max(left_s, 0.001))
+            async with asyncio.timeout(max(left_s, 0.001)):
+                message = await self._receive()
         except TimeoutError:
             raise ApiError(
                 408,

@@ -80,7 +80,10 @@ class PatientController:
     async def readiness(self) -> Readiness:
         """Asked once: a controller that is away is an answer."""
         try:
-            return await asyncio.wait_for(self._controller.readiness(), CALL_S)
+            async with asyncio.timeout(CALL_S):
+                return await self._controller.readiness()
+        except NotReady as error:
+            return Readiness(is_ready=False, reasons=(str(error),))
         except (ControllerAway, TimeoutError):
             return Readiness(is_ready=False, reasons=("the controller cannot be reached",))
 
@@ -97,7 +100,8 @@ class PatientController:
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                return await asyncio.wait_for(ask(), wait_s + CALL_S)
+                async with asyncio.timeout(wait_s + CALL_S):  # wait_for of Python 3.11 may swallow a cancellation
+                    return await ask()
             except (ControllerAway, NotReady, TimeoutError) as error:
                 left_s = deadline - loop.time()
                 if left_s <= 0:

@@ -132,8 +132,9 @@ def describe(app: FastAPI, service: Service) -> dict[str, Any]:
 def _limit(schemas: dict[str, Any], service: Service) -> None:
     """Puts in what the types cannot know."""
     model = service.model
+    most = min(model.max_new_tokens, model.max_tokens - 1)
     limits = {
-        **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), model.max_new_tokens),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), most),
         "timeout_s": service.config.service.request_timeout_s,
     }
     for name in (kind.__name__ for kind in BODIES):

@@ -46,7 +46,8 @@ class Service:
 
         async def run() -> None:
             try:
-                await asyncio.wait_for(work, LEFTOVER_S)
+                async with asyncio.timeout(LEFTOVER_S):
+                    await work
             except (ApiError, UnknownJob, TimeoutError) as error:
                 logger.warning("%s: %s", what, error)
 

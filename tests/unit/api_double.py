@@ -209,7 +209,8 @@ class ControllerDouble:
                 return
             job.changed.clear()
             try:
-                await asyncio.wait_for(job.changed.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await job.changed.wait()
             except TimeoutError:
                 return
 

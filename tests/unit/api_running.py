@@ -15,7 +15,7 @@ import uvicorn
 from longprefill.orchestrator.api.app import create_app
 
 from .api_double import ControllerDouble
-from .api_support import config_for, served_model
+from .api_support import config_for, model_for
 
 DEADLINE_S = 20.0
 
@@ -25,7 +25,7 @@ class Running:
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         self._config = config_for(directory, **settings)
-        model = served_model(directory)
+        model = model_for(directory, self._config)
         assert model.tokenizer is not None
         self.controller = ControllerDouble(model.tokenizer)
         self._model = model

@@ -59,6 +59,11 @@ def served_model(directory: Path) -> ServedModel:
     return read_served_model(config_for(directory))
 
 
+def model_for(directory: Path, config: ServiceConfig) -> ServedModel:
+    """The model with the limits of a configuration, its tokenizer read once."""
+    return replace(served_model(directory), max_new_tokens=config.service.max_new_tokens)
+
+
 def config_for(directory: Path, *, keys: tuple[ApiKey, ...] = (), **service: Any) -> ServiceConfig:
     return ServiceConfig(
         model=ModelSection(dir=str(directory)),
@@ -101,10 +106,9 @@ class Api:
 
 def run(directory: Path, scenario: Callable[[Api], Awaitable[None]], **settings: Any) -> None:
     """Runs `scenario` against a fresh service; `settings` are those of its configuration."""
-    model = settings.pop("model", None) or served_model(directory)
+    given = settings.pop("model", None)
     config = config_for(directory, **settings)
-    if config.service.max_prompt_tokens is not None:
-        model = replace(model, max_prompt_tokens=config.service.max_prompt_tokens)
+    model = given or model_for(directory, config)
 
     async def inside() -> None:
         assert model.tokenizer is not None
