@@ -15,7 +15,7 @@ from longprefill.partition.layout import Slice
 
 HISTORY = 256
 PRIOR_WEIGHT = 0.02
-"""Of the starting values, in steps: what the first few steps cannot tell stays near them."""
+"""Of the overhead's starting value, in steps: what the first few steps cannot tell stays near it."""
 
 
 class OnlineCosts:
@@ -63,7 +63,7 @@ class OnlineCosts:
             sum_a += one
             sum_b += work
         # the prior: an overhead near the starting value, which also keeps equal steps from being ambiguous
-        weight = PRIOR_WEIGHT / self._prior_s**2
+        weight = PRIOR_WEIGHT * min(sum_aa / len(self._seen), 1.0 / self._prior_s**2)
         sum_aa, sum_a = sum_aa + weight, sum_a + weight * self._prior_s
         determinant = sum_aa * sum_bb - sum_ab * sum_ab
         overhead_s = (sum_a * sum_bb - sum_b * sum_ab) / determinant

@@ -48,7 +48,8 @@ TICK_S = 0.2
 RETIRE_EVERY_S = 10.0
 JOURNAL_RETRY_S = 1.0
 MAX_WAIT_S = 60.0
-MAX_LISTED = 1000
+MAX_LISTED = 1001
+"""One more than HTTP gives at once, which tells it that more follow."""
 STREAM_BATCH = 1000
 
 
