@@ -263,7 +263,8 @@ class RunningService:
         try:
             reason = ray.get(reference)
         except RayError as error:
-            logger.warning("the controller was lost and is started again: %s", str(error).splitlines()[0])
+            logger.info("the controller was lost: %s", error)
+            _say("the controller was lost; Ray starts it again")
             return
         raise RunFailed(f"the controller has ended: {reason}")
 
