@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 
 from longprefill.orchestrator.api import chat, completions, jobs, models, operations
 from longprefill.orchestrator.api.errors import ApiError, as_api_error, invalid
@@ -65,13 +65,13 @@ def _add_dashboard(app: FastAPI) -> None:
     """One route for each file: what is not in the folder cannot be asked for. The page needs no key; its data does."""
     for file in sorted(DASHBOARD.glob("*")):
         if file.suffix in DASHBOARD_TYPES:
-            respond = functools.partial(_file, file, DASHBOARD_TYPES[file.suffix])
+            respond = functools.partial(_file, file.read_bytes(), DASHBOARD_TYPES[file.suffix])
             path = "/" if file.name == "index.html" else f"/{file.name}"
             app.add_api_route(path, respond, methods=["GET"], include_in_schema=False)
 
 
-async def _file(path: Path, media_type: str) -> FileResponse:
-    return FileResponse(path, media_type=media_type, headers={"cache-control": "no-cache"})
+async def _file(content: bytes, media_type: str) -> Response:
+    return Response(content, media_type=media_type, headers={"cache-control": "no-cache"})
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -41,7 +41,7 @@ keys = [{{tenant = "alice", sha256 = "{digest}", operator = true}}]
 dtype = "fp32"
 max_tokens = 2048
 [[decode]]
-max_tokens = 2048
+max_tokens = 4096
 """
 
 
