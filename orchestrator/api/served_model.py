@@ -15,6 +15,8 @@ from longprefill.orchestrator.config import ServiceConfig
 from longprefill.workers.model.families.registry import read_config
 from longprefill.workers.model.tokenizer import REPLACEMENT, Tokenizer
 
+NORMALIZED = 2
+"""Text may shrink this much before it is cut into tokens (composed characters, dropped ones)."""
 NO_TOKENIZER = "this model has no tokenizer.json: give token ids instead of text"
 
 
@@ -41,6 +43,7 @@ class ServedModel:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise invalid(NO_TOKENIZER, param="prompt")
+            self._check_text(prompt, self.tokenizer)
             ids_T = np.asarray(self.tokenizer.encode(prompt), dtype=np.int32)
         else:
             ids_T = prompt
@@ -56,6 +59,16 @@ class ServedModel:
                 param="prompt",
             )
         return ids_T
+
+    def _check_text(self, text: str, tokenizer: Tokenizer) -> None:
+        """Refuses text that has more tokens than fit, however it is cut, before minutes go into cutting it."""
+        most = min(self.max_prompt_tokens, self.max_tokens)
+        if len(text) > NORMALIZED * most * tokenizer.longest_token_bytes:
+            raise invalid(
+                f"the prompt has {len(text)} characters: this service takes at most {most} tokens",
+                param="prompt",
+                code="context_length_exceeded",
+            )
 
     def check_length(self, num_tokens: int) -> None:
         """Raises ApiError (400, context_length_exceeded) for a prompt that is too long."""

@@ -242,6 +242,18 @@ def test_over_long_prompt(directory: Path) -> None:
     run(directory, scenario)
 
 
+def test_text_that_cannot_fit_is_not_cut_into_tokens(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(api: Api) -> None:
+        assert api.model.tokenizer is not None
+        most = 2 * 4096 * api.model.tokenizer.longest_token_bytes
+        monkeypatch.setattr(type(api.model.tokenizer), "encode", lambda *_: pytest.fail("it was cut"))
+        answer = (await api.complete(prompt="a" * (most + 1))).json()["error"]
+        assert answer["code"] == "context_length_exceeded"
+        assert f"{most + 1} characters: this service takes at most 4096 tokens" in answer["message"]
+
+    run(directory, scenario)
+
+
 def test_models(directory: Path) -> None:
     async def scenario(api: Api) -> None:
         listed = (await api.get("/v1/models")).json()

@@ -6,6 +6,7 @@ Any other name, and standard input, is UTF-8 text, except that text whose every 
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -51,6 +52,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Tokens, special ones included."""
         return self._pipeline.get_vocab_size(with_added_tokens=True)
+
+    @functools.cached_property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token's spelling: no token stands for more text than that."""
+        return max(len(piece.encode()) for piece in self._pipeline.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
