@@ -41,7 +41,7 @@ async def submit_job(request: Request, service: CurrentService, caller: CurrentC
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     key = idempotency_key(request)
     if media_type in MEDIA_TYPES:
-        prompt, options = await read_upload(request, media_type)
+        prompt, options = await read_upload(request, media_type, service.model.max_upload_bytes)
     elif media_type == "application/json":
         parameters = await service.reader.read(request, JobParameters)
         prompt, options = parameters.prompt, parameters

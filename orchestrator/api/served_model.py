@@ -17,6 +17,10 @@ from longprefill.workers.model.tokenizer import REPLACEMENT, Tokenizer
 
 NORMALIZED = 2
 """Text may shrink this much before it is cut into tokens (composed characters, dropped ones)."""
+UTF8_BYTES, ID_BYTES = 4, 8
+"""At most, of a character and of a token id."""
+FRAME_BYTES = 1 << 20
+"""What is in an upload beside the prompt: a form's parts, a file's header."""
 NO_TOKENIZER = "this model has no tokenizer.json: give token ids instead of text"
 
 
@@ -59,6 +63,13 @@ class ServedModel:
                 param="prompt",
             )
         return ids_T
+
+    @property
+    def max_upload_bytes(self) -> int:
+        """No upload that is longer holds a prompt that fits, text or token ids."""
+        most = min(self.max_prompt_tokens, self.max_tokens)
+        text = 0 if self.tokenizer is None else UTF8_BYTES * NORMALIZED * most * self.tokenizer.longest_token_bytes
+        return FRAME_BYTES + max(text, ID_BYTES * most)
 
     def _check_text(self, text: str, tokenizer: Tokenizer) -> None:
         """Refuses text that has more tokens than fit, however it is cut, before minutes go into cutting it."""

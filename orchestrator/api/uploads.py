@@ -10,6 +10,7 @@ import asyncio
 import mmap
 import re
 import tempfile
+from collections.abc import AsyncIterator
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ NPY_SHAPE = re.compile(rb"""['"]shape['"]\s*:\s*\(\s*([0-9]{1,15})\s*,\s*\)""")
 TEXT, NPY, FORM = "text/plain", "application/x-npy", "multipart/form-data"
 BINARY = (NPY, "application/octet-stream")
 MEDIA_TYPES = (TEXT, *BINARY, FORM)
+PIECE_BYTES = 1 << 20
 LISTS = ("stop", "stop_token_ids")
 
 
@@ -34,18 +36,19 @@ class Upload(NamedTuple):
     options: JobOptions
 
 
-async def read_upload(request: Request, media_type: str) -> Upload:
-    """The prompt and the options of an upload; options come as query parameters, or in the form.
+async def read_upload(request: Request, media_type: str, most: int) -> Upload:
+    """The prompt and the options of an upload; options come as query parameters, or in the form. `most` bytes are read.
 
     Raises:
         ApiError: 400 not what its type says, 415 an unknown type, 503 no room on the disk.
     """
     try:
         with tempfile.TemporaryFile(prefix="longprefill-upload-") as file:
+            pieces = _pieces(request, most)
             if media_type == FORM:
-                return await _read_form(request, file)
+                return await _read_form(request, pieces, file)
             options = options_of(request)
-            async for piece in request.stream():
+            async for piece in pieces:
                 await asyncio.to_thread(file.write, piece)
             return Upload(await asyncio.to_thread(_prompt_of, file, media_type), options)
     except ClientDisconnect:
@@ -69,8 +72,28 @@ def options_of(request: Request) -> JobOptions:
     return check(given, JobOptions, from_texts=True)
 
 
-async def _read_form(request: Request, file: IO[bytes]) -> Upload:
-    form = await read_form(request.headers["content-type"], request.stream(), file)
+async def _pieces(request: Request, most: int) -> AsyncIterator[bytes]:
+    """The body in pieces large enough that reading keeps up with what arrives."""
+    held, num_bytes = bytearray(), 0
+    async for piece in request.stream():
+        num_bytes += len(piece)
+        if num_bytes > most:
+            raise ApiError(
+                413,
+                f"the upload has more than {most} bytes: no prompt that this service takes is so long",
+                code="context_length_exceeded",
+                param="prompt",
+                headers={"connection": "close"},
+            )
+        held += piece
+        if len(held) >= PIECE_BYTES:
+            yield bytes(held)
+            held.clear()
+    yield bytes(held)
+
+
+async def _read_form(request: Request, pieces: AsyncIterator[bytes], file: IO[bytes]) -> Upload:
+    form = await read_form(request.headers["content-type"], pieces, file)
     options = options_of(request) if form.options is None else parse(form.options, JobOptions)
     is_npy = form.file_name.endswith(".npy") or form.media_type in BINARY
     return Upload(await asyncio.to_thread(_prompt_of, file, NPY if is_npy else TEXT), options)

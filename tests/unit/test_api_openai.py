@@ -250,6 +250,10 @@ def test_text_that_cannot_fit_is_not_cut_into_tokens(directory: Path, monkeypatc
         answer = (await api.complete(prompt="a" * (most + 1))).json()["error"]
         assert answer["code"] == "context_length_exceeded"
         assert f"{most + 1} characters: this service takes at most 4096 tokens" in answer["message"]
+        upload = await api.ask(
+            "POST", "/v1/prefill/jobs", content=b"a" * (4 * most + 2**20 + 1), headers={"content-type": "text/plain"}
+        )
+        assert (upload.status_code, upload.json()["error"]["code"]) == (413, "context_length_exceeded")
 
     run(directory, scenario)
 
