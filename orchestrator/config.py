@@ -228,6 +228,9 @@ class DecodePool:
     device: str = "cpu"
     max_tokens: int = 65536
     """Prompt and generated tokens of all jobs that a worker holds at once."""
+    listen: str | None = None
+    """Address of the worker's machine at which it takes pages from prefill groups on others, on a free port,
+    unencrypted; None: shared memory only."""
     threads_per_rank: int = 1
     resources: Mapping[str, float] = field(default_factory=dict)
     backends: Mapping[str, str] = field(default_factory=dict)
@@ -235,6 +238,11 @@ class DecodePool:
 
     def __post_init__(self) -> None:
         _check_pool("decode", self.name, self.count, self.max_tokens, self.threads_per_rank, self.resources)
+        if self.listen is not None:
+            try:
+                ipaddress.ip_address(self.listen)
+            except ValueError:
+                raise ConfigError(f"[[decode]] {self.name}: listen={self.listen!r}: use an IP address") from None
         _number("decode", "heartbeat_timeout_s", self.heartbeat_timeout_s, 1, 86400)
 
     @property

@@ -145,7 +145,8 @@ class HandingOff:
                     return
                 job.waits_for = reason
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(core.decode_room_changed.wait(), ROOM_POLL_S)
+                    async with asyncio.timeout(ROOM_POLL_S):
+                        await core.decode_room_changed.wait()
 
     async def _start(self, job: LiveJob) -> str | None:
         """Reserves room at the decode worker that has most; why there is none, or None."""

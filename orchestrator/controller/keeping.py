@@ -58,7 +58,8 @@ class Keeping:
 
     async def _give_up(self, host: Host) -> None:
         """Ends what is left of a host."""
-        link, host.link, host.state = host.link, None, None
+        link, state = host.link, host.state
+        host.link, host.state = None, None
         host.num_restarts += 1
         host.next_step, host.cursor = 1, 0
         host.links.clear()
@@ -69,7 +70,7 @@ class Keeping:
             with contextlib.suppress(RunFailed, UserError):
                 await link.call("close", deadline_s=10.0)
         with contextlib.suppress(RunFailed):
-            await self._core.directory.end(host.name)
+            await self._core.directory.end(host.name, state)
 
     async def _bring_up(self, host: Host) -> None:
         """Until the host is ready.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from longprefill.orchestrator.errors import RunFailed
-from longprefill.orchestrator.hosts.contract import HostSettings
+from longprefill.orchestrator.hosts.contract import HostSettings, HostState
 
 
 class HostGone(RunFailed):
@@ -49,8 +49,9 @@ class HostDirectory(Protocol):
         """
         ...
 
-    async def end(self, name: str) -> None:
-        """Kills a host and all its workers; nothing when there is none."""
+    async def end(self, name: str, state: HostState | None = None) -> None:
+        """Kills a host and all its workers; nothing when there is none. `state`, its last one, tells where even a
+        stopped process is."""
         ...
 
     async def nodes(self) -> tuple[dict[str, Any], ...]:

@@ -22,7 +22,8 @@ class News:
         event, num_waiting = self._events.get(job) or (asyncio.Event(), 0)
         self._events[job] = (event, num_waiting + 1)
         try:
-            await asyncio.wait_for(event.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
         except TimeoutError:
             return False
         else:

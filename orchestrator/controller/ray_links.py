@@ -12,7 +12,7 @@ from ray.exceptions import RayError, RayTaskError
 from longprefill.orchestrator.controller.links import HostBroken, HostGone, HostSilent
 from longprefill.orchestrator.errors import RunFailed
 from longprefill.orchestrator.hosts.actors import cause_of, create_host, end_host, find_host
-from longprefill.orchestrator.hosts.contract import HostSettings
+from longprefill.orchestrator.hosts.contract import HostSettings, HostState
 from longprefill.partition.errors import UserError
 
 NODES_EVERY_S = 2.0
@@ -29,7 +29,8 @@ class RayHost:
     async def call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
         reference = getattr(self._handle, method).remote(self._epoch, *arguments)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(reference.future()), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                return await asyncio.wrap_future(reference.future())
         except TimeoutError:
             raise HostSilent(f"{self._name} did not answer {method} for {deadline_s:.0f} s") from None
         except RayTaskError as error:
@@ -59,9 +60,9 @@ class RayHosts:
             raise HostGone(f"{settings.name} could not be created: {_first_line(error)}") from error
         return RayHost(settings.name, handle, self._epoch)
 
-    async def end(self, name: str) -> None:
+    async def end(self, name: str, state: HostState | None = None) -> None:
         try:
-            await asyncio.to_thread(end_host, name)
+            await asyncio.to_thread(end_host, name, state)
         except RayError as error:
             raise HostGone(f"{name} could not be ended: {_first_line(error)}") from error
 

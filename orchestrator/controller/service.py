@@ -119,7 +119,7 @@ class ControllerService:
                     with contextlib.suppress(RunFailed, UserError):
                         await host.link.call("close", deadline_s=10.0)
                 with contextlib.suppress(RunFailed):
-                    await core.directory.end(host.name)
+                    await core.directory.end(host.name, host.state)
         core.journal.close()
 
     async def _open_journal(self) -> Journal:

@@ -25,7 +25,7 @@ def make_hosts(config: ServiceConfig) -> tuple[list[Host], list[Host]]:
         prefill.append(Host(name=name, role="prefill", unit=unit, settings=settings))
     for unit, (name, pool) in enumerate(config.decode_workers):
         cluster = config.decode_settings(pool)
-        settings = HostSettings(name=name, cluster=cluster, resources=_beside_cpu(pool.resources))
+        settings = HostSettings(name=name, cluster=cluster, resources=_beside_cpu(pool.resources), listen=pool.listen)
         decode.append(Host(name=name, role="decode", unit=unit, settings=settings))
     return prefill, decode
 

@@ -51,7 +51,7 @@ def _estimate(core: Core, live: LiveJob) -> JobEstimate | None:
     if outlook is not None:
         if not any(group.is_ready for group in core.prefill):
             return JobEstimate(start_s=None, finish_s=None, reason="no prefill group is ready")
-        before = f"{outlook.num_before} jobs are before it" if outlook.num_before else "next"
+        before = "next" if not outlook.num_before else f"{outlook.num_before} before it"
         return JobEstimate(start_s=outlook.start_s, finish_s=outlook.finish_s, reason=before)
     for step in core.running.values():
         if any(piece.job == live.number for piece in step.slices):

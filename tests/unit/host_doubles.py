@@ -406,7 +406,7 @@ class DirectoryDouble:
         host = self.cluster.hosts[settings.name] = kind(settings, self.cluster)
         return LinkDouble(self, host)
 
-    async def end(self, name: str) -> None:
+    async def end(self, name: str, state: HostState | None = None) -> None:
         host = self.cluster.hosts.pop(name, None)
         if host is not None:
             host.condition = "dead"
