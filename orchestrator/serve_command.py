@@ -36,6 +36,8 @@ POLL_S = 0.2
 WATCH_S = 1.0
 SILENCE_S = 60.0
 """A cluster that was joined is gone when it has not answered for so long."""
+MAX_LOSSES, LOSSES_WINDOW_S = 10, 120.0
+"""Of the controller, before the service gives up."""
 LOCK_NAME = "serve.lock"
 SERVERS = ("gcs_server", "raylet")
 
@@ -78,6 +80,7 @@ class RunningService:
         self._verdict: Any = None
         self._has_http = False
         self._asked_to_end = threading.Event()
+        self._losses: list[float] = []
 
     # ---- start ---------------------------------------------------------------------------------------------------
 
@@ -264,9 +267,24 @@ class RunningService:
             reason = ray.get(reference)
         except RayError as error:
             logger.info("the controller was lost: %s", error)
-            _say("the controller was lost; Ray starts it again")
+            self._count_loss()
             return
         raise RunFailed(f"the controller has ended: {reason}")
+
+    def _count_loss(self) -> None:
+        """Ray starts the controller again for ever: one that cannot live must end the service some time.
+
+        Raises:
+            RunFailed: it was lost too often in a short time.
+        """
+        now = time.monotonic()
+        self._losses = [at for at in self._losses if now - at < LOSSES_WINDOW_S] + [now]
+        if len(self._losses) > MAX_LOSSES:
+            raise RunFailed(
+                f"the controller was lost {len(self._losses)} times in {LOSSES_WINDOW_S:.0f} s: see "
+                f"{self.config.service.state_dir}/logs/controller.log"
+            )
+        _say("the controller was lost; Ray starts it again")
 
     def _check_servers(self) -> None:
         if not self._are_servers_alive():
