@@ -30,7 +30,7 @@ from longprefill.workers.model.tokenizer import Tokenizer
 from longprefill.workers.sampling import Sampling
 
 GAP = 96
-"""Bytes of text between a header and its fact, besides the plain fact in their middle."""
+"""Bytes of text between a section's header and its fact, with the cut in their middle."""
 NUM_ABSENT = 6
 MAX_NEW_TOKENS = 12
 
@@ -89,7 +89,7 @@ def show_document(model: Path, *, num_tokens: int, settings: dict[str, Any], jso
     console.print(report.table())
     console.print(_table(answered))
     num_right = sum(one.is_right for one in answered)
-    console.print(f"{num_right} of {len(answered)} answers are right; {len(cuts)} cuts, a section and a fact over each")
+    console.print(f"{num_right} of {len(answered)} answers are right; {len(cuts)} cuts, a fact over each")
     return num_right / len(answered)
 
 

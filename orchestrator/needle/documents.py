@@ -6,7 +6,7 @@ Positions are bytes, which are tokens of a model that reads bytes.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longprefill.orchestrator.needle.filler import Filler
@@ -55,8 +55,6 @@ class Wanted:
     kind: Kind
     middle: int
     gap: int = 0
-    holds_plain: bool = False
-    """A section with a plain fact in the middle between its header and its own fact."""
 
 
 def spread(count: int, length: int, gaps: Sequence[int], rng: random.Random) -> list[Wanted]:
@@ -72,8 +70,12 @@ def spread(count: int, length: int, gaps: Sequence[int], rng: random.Random) -> 
 
 
 def astride(cuts: Sequence[int], *, gap: int) -> list[Wanted]:
-    """A section over each cut with its header before it and its fact behind it, and a plain fact whose text is cut."""
-    return [Wanted(kind="section", middle=cut, gap=gap, holds_plain=True) for cut in cuts]
+    """Something over each cut: a section with its header before it and its fact behind it, and over every third a plain
+    fact whose text is cut."""
+    return [
+        Wanted(kind="plain", middle=cut) if number % 3 == 2 else Wanted(kind="section", middle=cut, gap=gap)
+        for number, cut in enumerate(cuts)
+    ]
 
 
 def write_document(
@@ -87,40 +89,24 @@ def write_document(
     rng = random.Random(seed)
     filler, phrasing = Filler("test"), phrasing or Phrasing()
     ordered = sorted(wanted, key=lambda one: one.middle)
-    num_facts = len(ordered) + sum(one.holds_plain for one in ordered)
-    names = draw_names(num_facts + num_absent, rng)
-    present = iter(names)
+    names = draw_names(len(ordered) + num_absent, rng)
     read_at = rng.randrange(len(filler.text))
     text = ""
     placed: list[PlacedFact] = []
-    for one in ordered:
-        piece, before_middle = _piece(one, present, filler, rng, phrasing)
-        start = max(one.middle - before_middle, len(text) + SPACING if text else 0)
+    for one, name in zip(ordered, names, strict=False):
+        if one.kind == "plain":
+            fact = plain_fact(name, rng, phrasing)
+            start = one.middle - len(fact.text) // 2
+        else:
+            fact = section_fact(name, filler.anywhere(one.gap, rng), rng, phrasing)
+            start = one.middle - fact.text.index("\n", 1) - 1 - one.gap // 2
+        start = max(start, len(text) + SPACING if text else 0)
         text += filler.piece(start - len(text), read_at + len(text))
-        for fact, at in piece:
-            placed.append(PlacedFact(fact=fact, start=start + at, question=question_about(fact, rng, phrasing)))
-        text += piece[0][0].text + " "
+        placed.append(PlacedFact(fact=fact, start=start, question=question_about(fact, rng, phrasing)))
+        text += fact.text + " "
     if len(text) > length:
-        raise UserError(f"{num_facts} facts do not fit {length} tokens: ask for fewer, or for a longer document")
+        raise UserError(f"{len(ordered)} facts do not fit {length} tokens: ask for fewer, or for a longer document")
     text += filler.piece(length - len(text), read_at + len(text))
     kinds: list[Kind] = [one.kind for one in ordered] or ["plain"]
-    absent = tuple(question_about_nobody(rng.choice(kinds), name, rng, phrasing) for name in names[num_facts:])
+    absent = tuple(question_about_nobody(rng.choice(kinds), name, rng, phrasing) for name in names[len(ordered) :])
     return Document(text=text, facts=tuple(placed), absent=absent)
-
-
-def _piece(
-    one: Wanted, names: Iterator[str], filler: Filler, rng: random.Random, phrasing: Phrasing
-) -> tuple[list[tuple[Fact, int]], int]:
-    """Facts with where they start in the text of the first, which holds all, and where its middle is."""
-    if one.kind == "plain":
-        fact = plain_fact(next(names), rng, phrasing)
-        return [(fact, 0)], len(fact.text) // 2
-    gap_text = filler.anywhere(one.gap, rng)
-    if not one.holds_plain:
-        fact = section_fact(next(names), gap_text, rng, phrasing)
-        return [(fact, 0)], fact.text.index("\n", 1) + 1 + one.gap // 2
-    inner = plain_fact(next(names), rng, phrasing)
-    half = one.gap // 2
-    fact = section_fact(next(names), f"{gap_text[:half]} {inner.text} {gap_text[half:]}", rng, phrasing)
-    at = fact.text.index(inner.text)
-    return [(fact, 0), (inner, at)], at + len(inner.text) // 2

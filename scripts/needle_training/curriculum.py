@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from .data import BOS_ID, EOS_ID, VOCAB_SIZE, Mix
 BLOCK_LAYERS = 4
 BLOCK = ["kda", "kda", "kda", "dsa"]
 MAX_TOKENS = 4 << 20
-WARM_UP_STEPS = 30
+WARM_UP_STEPS = 20
 DENSE = (0.75, 0.98)
 """Share of a sequence that facts and questions take where as many answers a step as possible count."""
 DECAY_SHARE = 0.4
@@ -77,22 +78,30 @@ def _everything(done: float) -> Mix:
     )  # fmt: skip
 
 
+def _far_apart(done: float) -> Mix:
+    return dataclasses.replace(_everything(done), fill=(0.25, 0.7))
+
+
 STAGES = (
     Stage(name="A", num_blocks=1, length=256, batch=8, steps=450, mix=_short_forms, text_rows=32, index_loss=False,
           muon_rate=0.015, adam_rate=3e-3, final_rate=0.2),
     Stage(name="B", num_blocks=1, length=512, batch=4, steps=320, mix=_sentences, text_rows=48, index_loss=True,
           muon_rate=0.015, adam_rate=3e-3, final_rate=0.3),
-    Stage(name="C", num_blocks=1, length=1024, batch=2, steps=900, mix=_sections, text_rows=48, index_loss=True,
+    Stage(name="C", num_blocks=1, length=1024, batch=2, steps=440, mix=_sections, text_rows=48, index_loss=True,
           muon_rate=0.012, adam_rate=2e-3, final_rate=0.3),
-    Stage(name="D", num_blocks=1, length=4096, batch=1, steps=400, mix=_everything, text_rows=64, index_loss=True,
+    Stage(name="D", num_blocks=1, length=4096, batch=1, steps=600, mix=_everything, text_rows=64, index_loss=True,
           muon_rate=0.010, adam_rate=2e-3, final_rate=0.05),
-    Stage(name="E", num_blocks=2, length=4096, batch=1, steps=200, mix=_everything, text_rows=64, index_loss=True,
-          muon_rate=0.005, adam_rate=1e-3, final_rate=0.03),
+    Stage(name="E", num_blocks=1, length=8192, batch=1, steps=200, mix=_far_apart, text_rows=64, index_loss=True,
+          muon_rate=0.008, adam_rate=1.5e-3, final_rate=0.05),
+    Stage(name="F", num_blocks=1, length=8192, batch=1, steps=380, mix=_far_apart, text_rows=64, index_loss=True,
+          muon_rate=0.010, adam_rate=2e-3, final_rate=0.02),
+    Stage(name="G", num_blocks=2, length=4096, batch=1, steps=40, mix=_everything, text_rows=64, index_loss=True,
+          muon_rate=0.004, adam_rate=6e-4, final_rate=0.03),
 )  # fmt: skip
 
 
-def raw_config(num_blocks: int) -> dict[str, Any]:
-    """config.json of the model with so many blocks of four layers."""
+def raw_config(num_blocks: int, *, plain_residual: bool = False) -> dict[str, Any]:
+    """config.json of the model with so many blocks of four layers, with Attention Residuals or without."""
     layers = BLOCK * num_blocks
     return {
         "model_type": "longprefill_hybrid",
@@ -114,13 +123,13 @@ def raw_config(num_blocks: int) -> dict[str, Any]:
         "index_head_dim": 32,
         "index_topk": 64,
         "intermediate_size": 256,
-        "attn_res_block_size": BLOCK_LAYERS,
+        "attn_res_block_size": None if plain_residual else BLOCK_LAYERS,
     }
 
 
-def config_of(stage: Stage) -> ModelConfig:
+def config_of(stage: Stage, *, plain_residual: bool = False) -> ModelConfig:
     """The model that a stage trains."""
-    return config_from(raw_config(stage.num_blocks))
+    return config_from(raw_config(stage.num_blocks, plain_residual=plain_residual))
 
 
 def initial_parameters(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:

@@ -49,10 +49,20 @@ class Progress:
     """Spent on the stage."""
 
 
-def train(directory: Path, *, stages: tuple[str, ...], seed: int, compiled: bool = False) -> Path:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    seed: int = 0
+    """Of weights and data."""
+    compiled: bool = False
+    """Halves a step's time after a minute of torch.compile."""
+    plain_residual: bool = False
+    """Without Attention Residuals, to see what they change."""
+
+
+def train(directory: Path, *, stages: tuple[str, ...], options: Options) -> Path:
     """Runs the named stages, each from the end of the one before it; goes on from what `directory` holds.
 
-    `compiled` halves a step's time after a minute of torch.compile. Writes curve.csv, checkpoint.safetensors and
+    Writes curve.csv, checkpoint.safetensors and
     STAGE.safetensors for each finished stage; returns the last of those.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -64,8 +74,8 @@ def train(directory: Path, *, stages: tuple[str, ...], seed: int, compiled: bool
         result = directory / f"{stage.name}.safetensors"
         if result.exists():
             continue
-        progress = _resume(directory, number, seed)
-        _run(progress, stage, filler, directory, seed, compiled)
+        progress = _resume(directory, number, options)
+        _run(progress, stage, filler, directory, options)
         save_file({name: p.detach() for name, p in progress.parameters.items()}, result)
     return result
 
@@ -85,13 +95,14 @@ def index_weights(batch: Batch) -> torch.Tensor:
     return torch.where(is_answer_BR, INDEX_ANSWER_SHARE / answer, (1 - INDEX_ANSWER_SHARE) / text)
 
 
-def _run(progress: Progress, stage: Stage, filler: Filler, directory: Path, seed: int, compiled: bool) -> None:
-    model = Trainee(config_of(stage), product_dtype=torch.bfloat16, compiled=compiled)
+def _run(progress: Progress, stage: Stage, filler: Filler, directory: Path, options: Options) -> None:
+    config = config_of(stage, plain_residual=options.plain_residual)
+    model = Trainee(config, product_dtype=torch.bfloat16, compiled=options.compiled)
     tally = Tally()
     saved = started = time.perf_counter()
     before = progress.seconds
     while progress.step < stage.steps:
-        rng = random.Random(f"{seed}/{stage.name}/{progress.step}")
+        rng = random.Random(f"{options.seed}/{stage.name}/{progress.step}")
         mix = stage.mix(progress.step / stage.steps)
         batch = make_batch(filler, mix, stage.batch, stage.length, stage.text_rows, rng)
         asked = Asked(rows_BR=batch.rows_BR, weight_BR=index_weights(batch))
@@ -164,21 +175,21 @@ def _save(directory: Path, progress: Progress) -> None:
     partial.rename(directory / "checkpoint.safetensors")
 
 
-def _resume(directory: Path, number: int, seed: int) -> Progress:
+def _resume(directory: Path, number: int, options: Options) -> Progress:
     """In the middle of the stage, or at its start from the last stage's weights."""
+    config = config_of(STAGES[number], plain_residual=options.plain_residual)
     checkpoint = directory / "checkpoint.safetensors"
     if checkpoint.exists():
         tensors = load_file(checkpoint)
         stage, step, seconds = tensors.pop("position").tolist()
         if stage == number:
-            names = parameter_shapes(config_of(STAGES[number]))  # a file has them in another order
-            parameters = _trainable({name: tensors[f"parameter.{name}"] for name in names})
+            # in the model's order: a file has them in another, and sums would round otherwise
+            parameters = _trainable({name: tensors[f"parameter.{name}"] for name in parameter_shapes(config)})
             optimizer = Optimizer(parameters)
             optimizer.state = {name: tensors[f"optimizer.{name}"].clone() for name in optimizer.state}
             return Progress(parameters=parameters, optimizer=optimizer, stage=number, step=step, seconds=seconds)
-    config = config_of(STAGES[number])
     if number == 0:
-        parameters = initial_parameters(config, seed)
+        parameters = initial_parameters(config, options.seed)
     else:
         before = directory / f"{STAGES[number - 1].name}.safetensors"
         if not before.exists():

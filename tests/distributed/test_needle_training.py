@@ -137,7 +137,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(training, tmp_path: Path, monkey
     loop, curriculum = training["loop"], training["curriculum"]
     short = dataclasses.replace(curriculum.STAGES[0], length=64, batch=2, steps=4, text_rows=4)
     monkeypatch.setattr(loop, "STAGES", (short,))
-    whole = loop.train(tmp_path / "whole", stages=("A",), seed=0)
+    whole = loop.train(tmp_path / "whole", stages=("A",), options=loop.Options())
 
     class Stop(Exception):
         pass
@@ -154,7 +154,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(training, tmp_path: Path, monkey
     monkeypatch.setattr(loop, "CHECKPOINT_S", 0.0)
     monkeypatch.setattr(loop, "make_batch", stopping)
     with pytest.raises(Stop):
-        loop.train(tmp_path / "cut", stages=("A",), seed=0)
-    resumed = loop.train(tmp_path / "cut", stages=("A",), seed=0)
+        loop.train(tmp_path / "cut", stages=("A",), options=loop.Options())
+    resumed = loop.train(tmp_path / "cut", stages=("A",), options=loop.Options())
     assert len(calls) == 5
     assert resumed.read_bytes() == whole.read_bytes()
