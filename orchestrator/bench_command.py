@@ -78,23 +78,30 @@ def needle(
 ) -> None:
     """Facts planted in long documents: the share of right answers by length and depth, for facts that name their owner
     and for facts whose owner stands in a header above."""
-    from longprefill.orchestrator.needle.command import measure_needles
+    from longprefill.orchestrator.needle.bench import NeedleRequest
+    from longprefill.orchestrator.needle.command import measure_needles, numbers
 
     signal.signal(signal.SIGTERM, terminate)
-    settings = {
-        "cp": cp,
-        "tp": tp,
-        "dtype": dtype,
-        "latent_format": latent_format,
-        "index_format": index_format,
-        "step_tokens": step_tokens,
-        "layout": layout,
-    }
     measure_needles(
-        model,
-        lengths=lengths,
-        gaps=gaps,
-        settings=settings,
-        counts={"depths": depths, "needles": needles, "absent": absent, "seed": seed},
-        files={"json_file": json_file, "svg_file": svg_file, "png_file": png_file},
+        NeedleRequest(
+            model=model,
+            lengths=numbers("--lengths", lengths),
+            depths=depths,
+            needles=needles,
+            gaps=numbers("--gaps", gaps),
+            absent=absent,
+            seed=seed,
+            settings={
+                "cp": cp,
+                "tp": tp,
+                "dtype": dtype,
+                "latent_format": latent_format,
+                "index_format": index_format,
+                "step_tokens": step_tokens,
+                "layout": layout,
+            },
+            json_file=json_file,
+            svg_file=svg_file,
+            png_file=png_file,
+        )
     )

@@ -1,9 +1,7 @@
-"""`longprefill bench needle`: reads the options, runs, and prints a line a document and a table."""
+"""`longprefill bench needle`: runs, and prints a line a document and a table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,41 +11,30 @@ from longprefill.orchestrator.needle.bench import NeedleReport, NeedleRequest, l
 from longprefill.partition.errors import UserError
 
 
-def measure_needles(
-    model: Path,
-    *,
-    lengths: str,
-    gaps: str,
-    settings: Mapping[str, Any],
-    counts: Mapping[str, int],
-    files: Mapping[str, Path | None],
-) -> None:
+def measure_needles(request: NeedleRequest) -> None:
     """Everything is checked before anything starts; progress and the table go to standard error.
 
     Raises:
-        UserError: an option, the model or the machine does not allow it.
+        UserError: the model, an output or the machine does not allow it.
         RunFailed: a worker died, hung or failed.
     """
-    request = NeedleRequest(
-        model=model,
-        lengths=_numbers("--lengths", lengths),
-        gaps=_numbers("--gaps", gaps),
-        settings=dict(settings),
-        **counts,
-        **files,
-    )
     console = Console(stderr=True, highlight=False)
     report = run_needles(request, lambda line: console.print(line, markup=False))
     console.print(_table(report))
 
 
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    numbers: list[int] = []
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """Numbers with commas between, each once.
+
+    Raises:
+        UserError: something else.
+    """
+    found: list[int] = []
     for word in text.split(","):
         if not word.strip().isdecimal():
             raise UserError(f"{option} {text!r}: {word.strip()!r} is no number: give numbers with commas between")
-        numbers.append(int(word))
-    return tuple(dict.fromkeys(numbers))
+        found.append(int(word))
+    return tuple(dict.fromkeys(found))
 
 
 def _table(report: NeedleReport) -> Table:

@@ -156,8 +156,9 @@ def _cut_inside(placed: PlacedFact, cuts: list[int]) -> int:
 
 def _table(answered: list[Answered]) -> Table:
     table = Table(title="questions, each asked behind the whole document", title_justify="left")
-    for heading, justify in (("cut at", "right"), ("kind", "left"), ("question", "left"), ("answer", "left")):
-        table.add_column(heading, justify=justify)
+    table.add_column("cut at", justify="right")
+    for heading in ("kind", "question", "answer"):
+        table.add_column(heading)
     table.add_column("")
     for one in answered:
         verdict = "right" if one.is_right else f"wrong: {one.expected}"

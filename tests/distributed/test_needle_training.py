@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import random
 import sys
 from pathlib import Path
@@ -26,9 +28,8 @@ def training():
     """The package of scripts/train_needle."""
     sys.path.insert(0, str(SCRIPTS))
     try:
-        from needle_training import curriculum, data, loop, model
-
-        yield {"curriculum": curriculum, "data": data, "loop": loop, "model": model}
+        names = ("curriculum", "data", "loop", "model")
+        yield {name: importlib.import_module(f"needle_training.{name}") for name in names}
     finally:
         sys.path.remove(str(SCRIPTS))
 
@@ -132,8 +133,6 @@ def test_answers_of_a_batch_follow_their_questions(training) -> None:
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not(training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import dataclasses
-
     loop, curriculum = training["loop"], training["curriculum"]
     short = dataclasses.replace(curriculum.STAGES[0], length=64, batch=2, steps=4, text_rows=4)
     monkeypatch.setattr(loop, "STAGES", (short,))

@@ -6,6 +6,7 @@ import random
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,8 +26,8 @@ from longprefill.orchestrator.needle.words import UNKNOWN, Phrasing, draw_names
 from longprefill.partition.errors import UserError
 
 
-def request(**changes: object) -> NeedleRequest:
-    values: dict = {
+def request(**changes: Any) -> NeedleRequest:
+    values: dict[str, Any] = {
         "model": Path("model"), "lengths": (4096, 16384), "depths": 10, "needles": 2, "gaps": (32, 128), "absent": 5,
         "seed": 0, "settings": {},
     }  # fmt: skip
