@@ -82,6 +82,10 @@ def _far_apart(done: float) -> Mix:
     return dataclasses.replace(_everything(done), fill=(0.25, 0.7))
 
 
+def _many_absent(done: float) -> Mix:
+    return dataclasses.replace(_far_apart(done), absent=0.6)
+
+
 STAGES = (
     Stage(name="A", num_blocks=1, length=256, batch=8, steps=450, mix=_short_forms, text_rows=32, index_loss=False,
           muon_rate=0.015, adam_rate=3e-3, final_rate=0.2),
@@ -95,7 +99,9 @@ STAGES = (
           muon_rate=0.008, adam_rate=1.5e-3, final_rate=0.05),
     Stage(name="F", num_blocks=1, length=8192, batch=1, steps=380, mix=_far_apart, text_rows=64, index_loss=True,
           muon_rate=0.010, adam_rate=2e-3, final_rate=0.02),
-    Stage(name="G", num_blocks=2, length=4096, batch=1, steps=40, mix=_everything, text_rows=64, index_loss=True,
+    Stage(name="G", num_blocks=1, length=8192, batch=1, steps=300, mix=_many_absent, text_rows=64, index_loss=True,
+          muon_rate=0.010, adam_rate=2e-3, final_rate=0.02),
+    Stage(name="H", num_blocks=2, length=4096, batch=1, steps=40, mix=_everything, text_rows=64, index_loss=True,
           muon_rate=0.004, adam_rate=6e-4, final_rate=0.03),
 )  # fmt: skip
 
