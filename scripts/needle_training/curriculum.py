@@ -87,7 +87,7 @@ def _many_absent(done: float) -> Mix:
 
 
 STAGES = (
-    Stage(name="A", num_blocks=1, length=256, batch=8, steps=450, mix=_short_forms, text_rows=32, index_loss=False,
+    Stage(name="A", num_blocks=1, length=256, batch=16, steps=350, mix=_short_forms, text_rows=32, index_loss=False,
           muon_rate=0.015, adam_rate=3e-3, final_rate=0.2),
     Stage(name="B", num_blocks=1, length=512, batch=4, steps=320, mix=_sentences, text_rows=48, index_loss=True,
           muon_rate=0.015, adam_rate=3e-3, final_rate=0.3),

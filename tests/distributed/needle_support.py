@@ -50,14 +50,25 @@ class Part:
     step_tokens: int = WHOLE
 
 
-def ask(engine: Engine, document: Document, parts: Sequence[Part]) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """A prefilled document: its boundary state, and a pool's bytes with its pages and spare ones."""
+
+    document: Document
+    state: BoundaryState
+    pages: torch.Tensor
+    table: tuple[int, ...]
+    spare: range
+
+
+def read(engine: Engine, document: Document, parts: Sequence[Part]) -> Read:
     """Prefills the document part after part, each on a mesh of its own that takes pages and state over from the one
-    before, then asks everything on one rank: the answers."""
+    before."""
     tokenizer = Tokenizer(MODEL_DIR)
     tokens = torch.tensor(tokenizer.encode(document.text))
-    questions = [tokenizer.encode(question.text) for question in questions_of(document)]
+    longest = max(len(tokenizer.encode(question.text)) for question in questions_of(document))
     num_pages = -(-len(tokens) // PAGE_TOKENS)
-    num_spare = QUESTIONS_TOGETHER * pages_for(max(map(len, questions)), MAX_NEW_TOKENS)
+    spare = range(num_pages, num_pages + QUESTIONS_TOGETHER * pages_for(longest, MAX_NEW_TOKENS))
     table = tuple(reversed(range(num_pages)))
     state: BoundaryState | None = None
     pages: torch.Tensor | None = None
@@ -68,7 +79,7 @@ def ask(engine: Engine, document: Document, parts: Sequence[Part]) -> list[str]:
         def on_rank(
             group: Group, state: BoundaryState | None = state, pages: torch.Tensor | None = pages, steps=steps
         ) -> PrefillRank:
-            rank = make_rank(engine, group, num_pages + num_spare)
+            rank = make_rank(engine, group, spare.stop)
             if pages is not None:
                 rank.pool.buffer.copy_(pages)
             rank.open_job(0, tokens, table, state)
@@ -79,17 +90,23 @@ def ask(engine: Engine, document: Document, parts: Sequence[Part]) -> list[str]:
         state, pages = rank.state(0), rank.pool.buffer
     assert state is not None
     assert pages is not None
-    solo = make_rank(engine, SoloGroup(), num_pages + num_spare)
-    solo.pool.buffer.copy_(pages)
-    found = answer(
+    return Read(document=document, state=state, pages=pages, table=table, spare=spare)
+
+
+def ask(engine: Engine, found: Read) -> list[str]:
+    """One rank's answers to all questions about a document that was read."""
+    tokenizer = Tokenizer(MODEL_DIR)
+    solo = make_rank(engine, SoloGroup(), found.spare.stop)
+    solo.pool.buffer.copy_(found.pages)
+    answers = answer(
         solo,
-        Prefilled(state=state, table=table),
-        questions,
-        spare_pages=range(num_pages, num_pages + num_spare),
+        Prefilled(state=found.state, table=found.table),
+        [tokenizer.encode(question.text) for question in questions_of(found.document)],
+        spare_pages=found.spare,
         max_new_tokens=MAX_NEW_TOKENS,
         stop_token_ids=engine.config.eos_token_ids,
     )
-    return [tokenizer.decode(ids).strip() for ids in found]
+    return [tokenizer.decode(ids).strip() for ids in answers]
 
 
 def right(document: Document, answers: Sequence[str], kind: str) -> set[int]:
