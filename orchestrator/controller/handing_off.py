@@ -53,7 +53,8 @@ class HandingOff:
 
     async def start_early(self, job: LiveJob) -> None:
         """Lets the pages of a job that begins stream from its first step on, if a worker has room now."""
-        if job.row.request.max_new_tokens and not self._room.locked() and not job.is_ended and not job.is_streaming:
+        is_wanted = job.row.request.max_new_tokens and not job.is_ended and not job.is_streaming
+        if is_wanted and job.group is not None and not self._room.locked():
             await self._start(job)
 
     async def snapshot(self, job: LiveJob, group: Host) -> bool:
@@ -152,8 +153,9 @@ class HandingOff:
         """Reserves room at the decode worker that has most; why there is none, or None."""
         core = self._core
         group, request = job.group, job.row.request
-        assert group is not None
-        assert group.link is not None
+        link = None if group is None else group.link
+        if group is None or link is None:
+            return "its group was lost"
         ready = [decode for decode in core.decode if decode.is_ready and group.links.get(decode.name) is None]
         reason, num_never = "no decode worker is ready", 0
         for decode in sorted(ready, key=_free_tokens, reverse=True):
@@ -165,7 +167,7 @@ class HandingOff:
                 num_samples=request.num_samples,
             )
             try:
-                await group.link.call("start_handoff", wanted, deadline_s=START_DEADLINE_S)
+                await link.call("start_handoff", wanted, deadline_s=START_DEADLINE_S)
             except NoRoom as error:
                 reason = str(error)
                 num_never += error.needed_tokens > error.max_tokens
@@ -174,9 +176,9 @@ class HandingOff:
             except HandoffFailed as error:
                 reason = str(error)
             else:
-                if job.is_ended or not decode.is_ready:
+                if job.is_ended or not decode.is_ready or job.group is not group:
                     await core.tell(group, "cancel_handoff", job.number)
-                    return f"{decode.name} was lost"
+                    return f"{decode.name if job.group is group else group.name} was lost"
                 job.decode, job.is_streaming = decode, True
                 core.refresh(job, core.journal.update(job.number, decode_worker=decode.name))
                 return None

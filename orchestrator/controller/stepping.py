@@ -85,8 +85,8 @@ class Stepping:
         started = time.perf_counter()
         try:
             for job, piece in zip(jobs, decision.slices, strict=True):
-                if not job.is_ended:
-                    await self._open(job, group, piece.start)
+                if not job.is_ended and decision.id in core.running:
+                    await self._open(job, group, piece.start, decision.id)
             if any(job.is_ended for job in jobs) or decision.id not in core.running:
                 self._give_up(decision, jobs)
                 return
@@ -103,8 +103,9 @@ class Stepping:
         if decision.id in core.running:  # else the group was given up meanwhile
             self._finish(decision, jobs, outcome, time.perf_counter() - started)
 
-    async def _open(self, job: LiveJob, group: Host, position: int) -> None:
-        """Gives a job its pages unless it has them.
+    async def _open(self, job: LiveJob, group: Host, position: int, step: int) -> None:
+        """Gives a job its pages unless it has them. While it waits the step may be given up, its group lost and the job
+        begun elsewhere: nothing is touched then.
 
         Raises:
             _JobRefused: the group cannot take it.
@@ -113,7 +114,7 @@ class Stepping:
         if job.group is group:
             return
         await core.has_left(job, group)
-        if job.is_ended:
+        if job.is_ended or step not in core.running:
             return
         assert group.link is not None
         attempts = job.row.num_attempts + 1
@@ -127,7 +128,11 @@ class Stepping:
         except (OSError, ValueError) as error:
             core.end(job, JobState.FAILED, f"its prompt cannot be read any more: {error}")
             return
+        if step not in core.running:
+            return
         opened = await self._call_open(job, group, tokens_T)
+        if step not in core.running:
+            return
         if opened.position != position and not job.is_ended:
             raise _JobRefused(job, f"{group.name} opened it at {opened.position}, not at {position}")
         await self._handing_off.start_early(job)
