@@ -49,11 +49,14 @@ def over_cuts(cp: int, step_tokens: int) -> Document:
     """A section over every cut of such a prefill; all in the same words, so that nothing but the name tells them
     apart."""
     size = min(step_tokens, LENGTH)
+    borders = range(0, LENGTH, size)
     starts = {
         fragment.start
-        for begin in range(0, LENGTH, size)
+        for begin in borders
         for fragment in generate("zigzag", (Slice(job=0, start=begin, end=begin + size),), cp).fragments
     }
+    if cp == 1:  # one rank's two fragments follow each other without any exchange
+        starts = set(borders)
     wanted = [Wanted(kind="section", middle=cut, gap=GAP) for cut in sorted(starts - {0})]
     return write_document(LENGTH, wanted, num_absent=0, seed=f"{cp}/{step_tokens}", phrasing=Phrasing(varied=0.0))
 
