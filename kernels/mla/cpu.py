@@ -128,8 +128,8 @@ def _expanded(
         num_rows,
         format_code(rows.format),
         _format_rank(rows),
-        w_uk_HNR.to(q_THQ.dtype).contiguous(),
-        w_uv_HVR.to(q_THQ.dtype).contiguous(),
+        _heads(w_uk_HNR.to(q_THQ.dtype)),
+        _heads(w_uv_HVR.to(q_THQ.dtype)),
         None if indices_TS is None else indices_TS.to(torch.int32).contiguous(),
         start,
         scale,
@@ -148,3 +148,8 @@ def _one_query(
 
 def _format_rank(rows: PagedRows) -> int:
     return rows.format.latent_rank if isinstance(rows.format, Fp8LatentRows) else rows.format.width
+
+
+def _heads(w_HNR: torch.Tensor) -> torch.Tensor:
+    """Each head's matrix in one piece; heads may lie apart, as parts of a layer's kv_b do, and are not copied."""
+    return w_HNR if w_HNR.stride()[1:] == (w_HNR.shape[2], 1) else w_HNR.contiguous()

@@ -365,3 +365,27 @@ def test_selected_refuses_an_index_outside_the_cache(backend: Any) -> None:
             torch.zeros(2, 3, NOPE + ROPE, dtype=torch.bfloat16), paged(make_rows(10)), indices_TS, w_uk_HNR, w_uv_HVR,
             start=8, scale=SCALE,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BLOCKED)
+@pytest.mark.usefixtures("form")
+def test_expansions_may_be_parts_of_one_weight(backend: Any) -> None:
+    w_uk_HNR, w_uv_HVR = weights(3, torch.bfloat16)
+    both_HFR = torch.cat([w_uk_HNR, w_uv_HVR], dim=1)
+    parts = both_HFR[:, :NOPE], both_HFR[:, NOPE:]
+    columns = w_uk_HNR.mT.contiguous().mT, w_uv_HVR.mT.contiguous().mT
+    rows = paged(make_rows(200), Bf16Rows(RANK + ROPE))
+    generator = make_generator(15)
+    q_THQ = torch.randn(60, 3, NOPE + ROPE, generator=generator).bfloat16()
+    indices_TS = choose(60, 140, 16, generator)
+    whole = [
+        backend.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=140, scale=SCALE),
+        backend.selected(q_THQ, rows, indices_TS, w_uk_HNR, w_uv_HVR, start=140, scale=SCALE),
+    ]
+    for expansions in (parts, columns):
+        found = [
+            backend.dense(q_THQ, rows, *expansions, start=140, scale=SCALE),
+            backend.selected(q_THQ, rows, indices_TS, *expansions, start=140, scale=SCALE),
+        ]
+        for actual, expected in zip(found, whole, strict=True):
+            assert_close(actual, expected.double(), op="mla.dense")

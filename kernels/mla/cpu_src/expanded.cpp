@@ -277,7 +277,10 @@ Buffer<uint8_t> mask_bits(const at::Tensor& indices, int64_t num_keys, int64_t r
 at::Tensor mla_expanded(const at::Tensor& q, const at::Tensor& pages, const at::Tensor& table, int64_t num_rows,
                      int64_t format, int64_t format_rank, const at::Tensor& w_uk, const at::Tensor& w_uv,
                      const std::optional<at::Tensor>& indices, int64_t start, double scale, int64_t state_bytes) {
-    TORCH_CHECK_VALUE(q.is_contiguous() && w_uk.is_contiguous() && w_uv.is_contiguous(), "operands must be contiguous");
+    TORCH_CHECK_VALUE(q.is_contiguous(), "q must be contiguous");
+    for (const at::Tensor& expansion : {w_uk, w_uv})  // heads may be apart: both are parts of one weight
+        TORCH_CHECK_VALUE(expansion.stride(2) == 1 && expansion.stride(1) == expansion.size(2),
+                          "a head's expansion must be contiguous");
     Shape shape{};
     shape.queries = q.size(0), shape.heads = q.size(1), shape.start = start;
     shape.nope = w_uk.size(1), shape.rank = w_uk.size(2), shape.value = w_uv.size(1);
@@ -309,8 +312,8 @@ at::Tensor mla_expanded(const at::Tensor& q, const at::Tensor& pages, const at::
             at::parallel_for(begin, end, 1, [&](int64_t first_head, int64_t last_head) {
                 Head head(shape);
                 for (int64_t h = first_head; h < last_head; ++h) {
-                    head.take(q_data + h * (shape.nope + shape.rope), w_uk_data + h * shape.nope * shape.rank,
-                              w_uv_data + h * shape.value * shape.rank);
+                    head.take(q_data + h * (shape.nope + shape.rope), w_uk_data + h * w_uk.stride(0),
+                              w_uv_data + h * w_uv.stride(0));
                     float* head_out = sums.out.get() + (h - begin) * state;
                     float* head_max = sums.max.get() + (h - begin) * shape.padded_queries;
                     float* head_sum = sums.sum.get() + (h - begin) * shape.padded_queries;
