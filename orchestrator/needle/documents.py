@@ -108,5 +108,20 @@ def write_document(
         raise UserError(f"{len(ordered)} facts do not fit {length} tokens: ask for fewer, or for a longer document")
     text += filler.piece(length - len(text), read_at + len(text))
     kinds: list[Kind] = [one.kind for one in ordered] or ["plain"]
-    absent = tuple(question_about_nobody(rng.choice(kinds), name, rng, phrasing) for name in names[len(ordered) :])
+    present = {*text.lower().split(), *(name.lower() for name in names[: len(ordered)])}
+    strangers = _strangers(names[len(ordered) :], present, rng)
+    absent = tuple(question_about_nobody(rng.choice(kinds), name, rng, phrasing) for name in strangers)
     return Document(text=text, facts=tuple(placed), absent=absent)
+
+
+def _strangers(names: Sequence[str], present: set[str], rng: random.Random) -> list[str]:
+    """The names, with another one for each that is a word of the text by chance, as `made` is."""
+    strangers: list[str] = []
+    taken = set(present)
+    for drawn in names:
+        name = drawn
+        while name.lower() in taken:
+            name = draw_names(1, rng)[0]
+        taken.add(name.lower())
+        strangers.append(name)
+    return strangers

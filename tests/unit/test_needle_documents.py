@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longprefill.orchestrator.needle import documents
 from longprefill.orchestrator.needle.bench import (
     NeedleReport,
     NeedleRequest,
@@ -53,6 +54,15 @@ def test_a_document_holds_what_it_says(seed: int, count: int, length: int) -> No
     for question in document.absent:
         assert question.answer == UNKNOWN
         assert f" {question.name.lower()} " not in lowered
+
+
+def test_no_absent_name_is_a_word_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it happens once in hundreds of documents: `made` can be drawn as well."""
+    drawn = iter([["Return", "zado", "value"], ["the"], ["brimo"], ["ZADO"], ["qualt"]])
+    monkeypatch.setattr(documents, "draw_names", lambda *_arguments: next(drawn))
+    document = write_document(20_000, [], num_absent=3, seed="1")
+    assert [question.name for question in document.absent] == ["brimo", "zado", "qualt"]
+    assert {"return", "value", "the"} < set(document.text.lower().split())
 
 
 def test_facts_lie_over_the_cuts() -> None:
