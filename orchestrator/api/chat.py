@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from longprefill.orchestrator.api.completions import CLIENT_CLOSED, finite
-from longprefill.orchestrator.api.errors import ApiError, invalid
+from longprefill.orchestrator.api.errors import ApiError, JobFailed, invalid
 from longprefill.orchestrator.api.generation import Generation, Wanted
 from longprefill.orchestrator.api.models import check_model
 from longprefill.orchestrator.api.openapi import body_of, stream_or_json
@@ -74,14 +74,7 @@ class _Answer:
         }
 
     async def whole(self) -> dict[str, Any]:
-        records: list[list[TokenRecord]] = [[] for _ in range(self._generation.num_choices)]
-        try:
-            async for piece in self._generation.pieces():
-                records[piece.choice].append(piece.record)
-            usage = await self._generation.usage(sum(len(own) for own in records))
-        except BaseException as error:
-            self._generation.abandon(always=isinstance(error, ApiError))
-            raise
+        records, usage = await self._generation.collect()
         choices = [
             {
                 "index": number,
@@ -118,6 +111,7 @@ class _Answer:
             is_finished = True
             yield DONE
         except ApiError as error:
+            self._generation.abandon(always=isinstance(error, JobFailed))
             yield event(error.body)
         finally:
             if not is_finished:

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from longprefill.orchestrator.api.errors import ApiError
+from longprefill.orchestrator.api.errors import ApiError, JobFailed
 from longprefill.orchestrator.api.generation import Generation, Piece, Wanted
 from longprefill.orchestrator.api.models import check_model
 from longprefill.orchestrator.api.openapi import body_of, stream_or_json
@@ -62,7 +62,6 @@ class _Answer:
             "created": int(time.time()),
             "model": model.name,
         }
-        self._num_tokens = 0
         num_samples = generation.num_choices // len(generation.jobs)
         self._echoes = [
             model.text_of(tokens_T) if parameters.echo else ""
@@ -72,15 +71,7 @@ class _Answer:
         self._lengths = [len(echo) for echo in self._echoes]
 
     async def whole(self) -> dict[str, Any]:
-        records: list[list[TokenRecord]] = [[] for _ in range(self._generation.num_choices)]
-        try:
-            async for piece in self._generation.pieces():
-                records[piece.choice].append(piece.record)
-                self._num_tokens += 1
-            usage = await self._generation.usage(self._num_tokens)
-        except BaseException as error:
-            self._generation.abandon(always=isinstance(error, ApiError))
-            raise
+        records, usage = await self._generation.collect()
         choices = []
         for number, (echo, own) in enumerate(zip(self._echoes, records, strict=True)):
             text = "".join(record.text for record in own)
@@ -90,13 +81,14 @@ class _Answer:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         is_finished = False
+        num_tokens = 0
         try:
             for number, echo in enumerate(self._echoes):
                 if echo:
                     yield self._chunk(self._choice(number, echo, [], None))
             seen: set[int] = set()
             async for piece in self._generation.pieces():
-                self._num_tokens += 1
+                num_tokens += 1
                 if piece.record.finish_reason is not None:
                     seen.add(piece.choice)
                 if self._says_something(piece):
@@ -105,11 +97,11 @@ class _Answer:
             for number in set(range(self._generation.num_choices)) - seen:  # nothing was to be generated
                 yield self._chunk(self._choice(number, "", [], "length"))
             if self._parameters.includes_usage:
-                usage = await self._generation.usage(self._num_tokens)
-                yield event(self._head | {"choices": [], "usage": usage})
+                yield event(self._head | {"choices": [], "usage": await self._generation.usage(num_tokens)})
             is_finished = True
             yield DONE
         except ApiError as error:
+            self._generation.abandon(always=isinstance(error, JobFailed))
             yield event(error.body)
         finally:
             if not is_finished:

@@ -164,9 +164,31 @@ class Generation:
                 return
         self._open.discard(job)
 
+    async def collect(self) -> tuple[list[list[TokenRecord]], dict[str, Any]]:
+        """Everything that is generated, by choice, and the usage. Who stops waiting abandons the jobs.
+
+        Raises:
+            ApiError: as `pieces` and `usage`.
+        """
+        records: list[list[TokenRecord]] = [[] for _ in range(self.num_choices)]
+        try:
+            async for choice, record in self.pieces():
+                records[choice].append(record)
+            return records, await self.usage(sum(map(len, records)))
+        except BaseException as error:
+            self.abandon(always=isinstance(error, JobFailed))
+            raise
+
     async def usage(self, num_tokens: int) -> dict[str, Any]:
-        """As OpenAI reports it."""
-        views = [await self._service.controller.inspect(job, self._caller.scope) for job in self.jobs]
+        """As OpenAI reports it.
+
+        Raises:
+            ApiError: a job is not known any more, or the controller stays away.
+        """
+        try:
+            views = [await self._service.controller.inspect(job, self._caller.scope) for job in self.jobs]
+        except UserError as error:
+            raise as_api_error(error) from None
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": num_tokens,
@@ -175,7 +197,8 @@ class Generation:
         }
 
     def abandon(self, *, always: bool = False) -> None:
-        """The client is gone, or the request failed: ends the jobs that still run, unless they are to go on."""
+        """The client is gone, or the request failed: ends the jobs that still run, unless they are to go on. `always`:
+        one of them failed, so nobody will get their answer."""
         goes_on = self._may_return or self._service.config.service.on_disconnect == "continue"
         if goes_on and not always:
             return

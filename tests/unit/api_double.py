@@ -180,6 +180,9 @@ class ControllerDouble:
         self.is_draining = True
         return True
 
+    def fail(self, job: DoubleJob, reason: str) -> None:
+        self._change(job, JobState.FAILED, reason)
+
     def _called(self, name: str) -> None:
         self.calls.append(name)
         if len(self.calls) > 10_000:

@@ -260,6 +260,53 @@ def test_a_client_that_leaves(directory: Path, stream: bool, on_disconnect: str,
     run(directory, scenario, on_disconnect=on_disconnect)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_job_that_fails_ends_the_others_of_its_request(directory: Path, stream: bool) -> None:
+    """With an idempotency key too: their tokens would go nowhere."""
+
+    async def scenario(api: Api) -> None:
+        api.controller.pace = asyncio.Semaphore(0)
+        body = {"model": "tiny", "prompt": ["a", "b"], "stream": stream}
+        asking = asyncio.create_task(api.post("/v1/completions", body, headers={"idempotency-key": "k"}))
+        await until(lambda: [job.view.state for job in api.controller.jobs.values()] == ["generating"] * 2)
+        failing, other = api.controller.jobs.values()
+        api.controller.fail(failing, "its group was lost")
+        assert "job_failed" in (await asking).text
+        await until(lambda: other.view.state == "cancelled")
+
+    run(directory, scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("with_key", [False, True])
+def test_a_controller_lost_in_between_costs_no_job_that_is_asked_for_again(
+    directory: Path, stream: bool, with_key: bool
+) -> None:
+    async def scenario(api: Api) -> None:
+        object.__setattr__(api.app.state.service, "controller", PatientController(api.controller, patience_s=0.5))
+        api.controller.pace = asyncio.Semaphore(0)
+        body = {"model": "tiny", "prompt": "a", "stream": stream, "max_tokens": 4}
+        headers = {"idempotency-key": "k"} if with_key else {}
+        asking = asyncio.create_task(api.post("/v1/completions", body, headers=headers))
+        await until(lambda: "tokens" in api.controller.calls)
+        api.controller.away = 1_000_000
+        api.controller.pace.release()
+        assert '"unavailable"' in (await asking).text
+        api.controller.away = 0
+        (job,) = api.controller.jobs.values()
+        if not with_key:
+            await until(lambda: job.view.state == "cancelled")
+            return
+        for _ in range(3):
+            api.controller.pace.release()
+        again = await api.post("/v1/completions", body, headers=headers)
+        assert again.status_code == 200
+        assert "error" not in again.text
+        assert (job.view.state, len(job.records), len(api.controller.jobs)) == ("done", 4, 1)
+
+    run(directory, scenario)
+
+
 def test_streams_survive_a_controller_that_is_away(directory: Path) -> None:
     async def scenario(api: Api) -> None:
         whole = (await api.complete(max_tokens=12, seed=1)).json()["choices"][0]["text"]
