@@ -130,21 +130,6 @@ def halo_exchange(layout: Layout, width: int, rank: int) -> HaloPlan:
     )
 
 
-def tail_sources(layout: Layout, job: int, width: int) -> tuple[Source, ...]:
-    """Where the job's conv tail at the end of this step comes from: `width` sources, oldest first.
-
-    `TailSource` names rows of the old tail, which a slice shorter than the width still needs. The new tail must reach
-    every rank, as part of the boundary state.
-
-    Raises:
-        ValueError: a negative width.
-        KeyError: the job has no slice in this step.
-    """
-    _check_width(width)
-    end = layout.slice_of(job).end
-    return tuple(_source(layout, job, position, width) for position in range(end - width, end))
-
-
 def _source(layout: Layout, job: int, position: int, width: int) -> Source:
     start = layout.slice_of(job).start
     if position < 0:

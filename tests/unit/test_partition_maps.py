@@ -16,7 +16,6 @@ from longprefill.partition.halo import (
     TailSource,
     halo_exchange,
     halo_moves,
-    tail_sources,
 )
 from longprefill.partition.layout import PAGE_TOKENS, Fragment, Layout, Slice
 from longprefill.partition.restore import (
@@ -120,13 +119,6 @@ def test_halo_moves_against_the_oracle(layout: Layout, width: int) -> None:
 
 
 @given(tables(), st.integers(0, 4))
-def test_tail_sources_against_the_oracle(layout: Layout, width: int) -> None:
-    for piece in layout.slices:
-        expected = [expected_source(layout, piece.job, p, width) for p in range(piece.end - width, piece.end)]
-        assert list(tail_sources(layout, piece.job, width)) == expected
-
-
-@given(tables(), st.integers(0, 4))
 def test_exchanged_histories_hold_the_right_tokens(layout: Layout, width: int) -> None:
     """Play the exchange: every slot of every rank's history is filled once, with the token that precedes it."""
     plans = [halo_exchange(layout, width, rank) for rank in range(layout.num_ranks)]
@@ -168,22 +160,11 @@ def test_a_halo_spans_fragments_of_one_and_two_tokens() -> None:
         RowSource(1, 62),
         RowSource(1, 63),
     ]
-    assert tail_sources(layout, 0, 3) == (RowSource(1, 63), RowSource(2, 0), RowSource(2, 1))
-
-
-def test_a_slice_shorter_than_the_width_keeps_rows_of_the_old_tail() -> None:
-    layout = zigzag([Slice(job=0, start=10, end=11), Slice(job=1, start=0, end=1)], 2)
-    assert tail_sources(layout, 0, 3) == (TailSource(1), TailSource(2), RowSource(0, 0))
-    assert tail_sources(layout, 1, 3) == (None, None, RowSource(1, 0))
 
 
 def test_wrong_calls_are_refused() -> None:
     layout = zigzag([Slice(job=0, start=0, end=64)], 2)
     with pytest.raises(ValueError, match="width=-1"):
         halo_moves(layout, -1)
-    with pytest.raises(ValueError, match="width=-1"):
-        tail_sources(layout, 0, -1)
-    with pytest.raises(KeyError):
-        tail_sources(layout, 1, 3)
     with pytest.raises(IndexError, match="rank 2"):
         halo_exchange(layout, 3, 2)
