@@ -82,7 +82,8 @@ def _answer_together(
             for kind in rank.pool.kinds:
                 rows = rank.pool.pages(kind.layer, kind.kind)
                 rows[own[0]] = rows[document.table[num_shared]]
-        tokens[job] = torch.zeros(position + len(question) + max_new_tokens, dtype=torch.int64)
+        # the document's own tokens are never read again: pages that nobody touches take no memory
+        tokens[job] = torch.empty(position + len(question) + max_new_tokens, dtype=torch.int64)
         tokens[job][position : position + len(question)] = torch.tensor(question)
         rank.open_job(job, tokens[job], (*document.table[:num_shared], *own), document.state)
     found: dict[int, list[int]] = {job: [] for job in jobs}

@@ -14,6 +14,7 @@ from longprefill.orchestrator.plan import ClusterSettings
 from longprefill.partition.layout import PAGE_TOKENS
 from longprefill.workers import device as devices
 from longprefill.workers.cache.pages import CacheFormats, CachePool, JobCache, cache_kinds, pool_bytes
+from longprefill.workers.engine import TORCH_DTYPES
 from longprefill.workers.model.families.registry import read_config
 from longprefill.workers.model.model import Model
 from longprefill.workers.model.stored import fingerprint
@@ -25,7 +26,6 @@ from longprefill.workers.trace import Tracer
 MAX_NEW_TOKENS = 12
 """Of an answer: five digits or `unknown`, and some more to see a model that does not stop."""
 QUESTIONS_TOGETHER = 48
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Reader:
