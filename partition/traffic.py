@@ -105,9 +105,9 @@ def boundary_traffic(layout: Layout, mixer: KdaShape | MlaShape | GqaShape, elem
     fragment."""
     pair_bytes: Counter[tuple[int, int]] = Counter()
     for piece in layout.slices:
-        sender = layout.chain(piece.job)[-1].rank
+        sender, num_bytes = layout.chain(piece.job)[-1].rank, boundary_bytes(piece, mixer, element_bytes)
         for receiver in range(layout.num_ranks):
-            pair_bytes[sender, receiver] += boundary_bytes(piece, mixer, element_bytes)
+            pair_bytes[sender, receiver] += num_bytes
     return _by_rank(layout.num_ranks, _messages(pair_bytes))
 
 
