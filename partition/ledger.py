@@ -8,8 +8,14 @@ from __future__ import annotations
 from collections import Counter
 
 from longprefill.partition.layout import Layout
-from longprefill.partition.shapes import KdaShape, LayerShape, MlaShape, ModelShape, MoeShape
-from longprefill.partition.traffic import boundary_bytes, cache_row_bytes, halo_traffic, summary_traffic
+from longprefill.partition.shapes import KdaShape, ModelShape, MoeShape
+from longprefill.partition.traffic import (
+    boundary_bytes,
+    cache_row_bytes,
+    halo_traffic,
+    summary_traffic,
+    tensor_parallel_rows,
+)
 from longprefill.partition.work import Exchange
 
 
@@ -46,7 +52,10 @@ def step_ledger(
         else:
             found["cache_rows"] += sum(cache_row_bytes(layout, mixer)) * (world - 1)
             found["boundary_state"] += left * (world - 1)
-        found += _tensor_parallel(layer, model, layout.num_tokens, num_tp)
+        peers, rows = layout.num_tokens * (num_tp - 1), tensor_parallel_rows(layer, model)
+        found["tp_gather"] += peers * sum(rows.gathers)
+        found["tp_selection"] += peers * rows.selection
+        found["tp_scatter_sum"] += peers * rows.num_sums * model.hidden * model.element_bytes
         if isinstance(layer.ffn, MoeShape) and is_expert_parallel:
             found["expert_counts"] += 8 * world * world * (world - 1)
         for name, num_bytes in found.items():
@@ -54,22 +63,3 @@ def step_ledger(
     sent["last_rows"] += num_ending * model.hidden * model.element_bytes * (num_tp - 1)
     sent["logits"] += num_ending * model.vocab_size * 4 * (num_tp - 1)
     return {name: num_bytes for name, num_bytes in sent.items() if num_bytes}
-
-
-def _tensor_parallel(layer: LayerShape, model: ModelShape, num_rows: int, num_tp: int) -> Counter[str]:
-    """Rows gathered inside the groups before each part of a layer, and sums sent to the rows' owners after it."""
-    mixer, element = layer.mixer, model.element_bytes
-    gathered, summed, selected = [model.hidden], 1, 0
-    if isinstance(mixer, MlaShape):
-        gathered = [model.hidden if mixer.q_lora_rank is None else mixer.q_lora_rank]
-        gathered += [model.hidden] * mixer.is_gated
-        if mixer.indexer is not None and mixer.indexer.num_heads:
-            selected = 4 * (mixer.indexer.topk + mixer.indexer.pool - 1)
-    if not isinstance(layer.ffn, MoeShape) or layer.ffn.shared_intermediate:
-        gathered, summed = [*gathered, model.hidden], 2
-    peers = num_rows * (num_tp - 1)
-    return Counter(
-        tp_gather=peers * sum(gathered) * element,
-        tp_scatter_sum=peers * summed * model.hidden * element,
-        tp_selection=peers * selected,
-    )

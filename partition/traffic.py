@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from longprefill.partition.halo import RowSource, halo_moves
 from longprefill.partition.layout import Layout, Slice
-from longprefill.partition.shapes import GqaShape, KdaShape, LayerShape, MlaShape, ModelShape
+from longprefill.partition.shapes import GqaShape, KdaShape, LayerShape, MlaShape, ModelShape, MoeShape
 from longprefill.partition.work import Exchange, chain_role, check_exchange, head_share
 
 
@@ -109,6 +110,31 @@ def boundary_traffic(layout: Layout, mixer: KdaShape | MlaShape | GqaShape, elem
         for receiver in range(layout.num_ranks):
             pair_bytes[sender, receiver] += num_bytes
     return _by_rank(layout.num_ranks, _messages(pair_bytes))
+
+
+class TensorParallelRows(NamedTuple):
+    """What one row of a layer costs inside its tensor-parallel group."""
+
+    gathers: tuple[int, ...]
+    """Bytes of the row in each gather: before the mixer, for its gate, before the feed-forward."""
+    selection: int
+    """Bytes of the indices that the row's indexer found, gathered too."""
+    num_sums: int
+    """Sums of a hidden row that go back to its owner, one a part."""
+
+
+def tensor_parallel_rows(layer: LayerShape, model: ModelShape) -> TensorParallelRows:
+    """Gathers before each part of a layer and sums after it, a row."""
+    mixer, row = layer.mixer, model.hidden * model.element_bytes
+    gathers, selection, num_sums = [row], 0, 1
+    if isinstance(mixer, MlaShape):
+        gathers = [row if mixer.q_lora_rank is None else mixer.q_lora_rank * model.element_bytes]
+        gathers += [row] * mixer.is_gated
+        if mixer.indexer is not None and mixer.indexer.num_heads:
+            selection = 4 * (mixer.indexer.topk + mixer.indexer.pool - 1)
+    if not isinstance(layer.ffn, MoeShape) or layer.ffn.shared_intermediate:
+        gathers, num_sums = [*gathers, row], 2
+    return TensorParallelRows(tuple(gathers), selection, num_sums)
 
 
 def layer_traffic(

@@ -9,7 +9,13 @@ from longprefill.orchestrator.costs.placement import Placement
 from longprefill.orchestrator.costs.rates import LinkRates
 from longprefill.partition.layout import Layout
 from longprefill.partition.shapes import GqaShape, KdaShape, LayerShape, MlaShape, ModelShape, MoeShape
-from longprefill.partition.traffic import boundary_traffic, cache_row_traffic, published_bytes, summary_traffic
+from longprefill.partition.traffic import (
+    boundary_traffic,
+    cache_row_traffic,
+    published_bytes,
+    summary_traffic,
+    tensor_parallel_rows,
+)
 from longprefill.partition.work import Exchange
 
 
@@ -124,20 +130,11 @@ class ExchangeCosts:
         if num_tp == 1:
             return 0.0
         if layer not in self._tensor_parallel:
-            own = -(-max(self._layout.row_counts) // num_tp)
-            row = model.hidden * model.element_bytes
-            gathers, sums = [row], 1
-            mixer = layer.mixer
-            if isinstance(mixer, MlaShape):
-                gathers = [row if mixer.q_lora_rank is None else mixer.q_lora_rank * model.element_bytes]
-                gathers += [row] if mixer.is_gated else []
-                if mixer.indexer is not None and mixer.indexer.num_heads:
-                    gathers.append(4 * (mixer.indexer.topk + mixer.indexer.pool - 1))
-            if not isinstance(layer.ffn, MoeShape) or layer.ffn.shared_intermediate:
-                gathers, sums = [*gathers, row], 2
-            peers = num_tp - 1
-            gather_s = sum(self._in_node("all_gather", own * peers * width) for width in gathers)
-            self._tensor_parallel[layer] = gather_s + sums * self._in_node("exchange", own * peers * row)
+            received = -(-max(self._layout.row_counts) // num_tp) * (num_tp - 1)
+            rows = tensor_parallel_rows(layer, model)
+            gather_s = sum(self._in_node("all_gather", received * size) for size in (*rows.gathers, rows.selection))
+            sum_s = self._in_node("exchange", received * model.hidden * model.element_bytes)
+            self._tensor_parallel[layer] = gather_s + rows.num_sums * sum_s
         return self._tensor_parallel[layer]
 
     def _states(self, kda: KdaShape, exchange: Exchange) -> float:
