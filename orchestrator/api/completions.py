@@ -46,7 +46,7 @@ async def create_completion(request: Request, service: CurrentService, caller: C
     await generation.submit(parameters.prompt, parameters, wanted, key)
     answer = _Answer(service.model, parameters, generation)
     if parameters.stream:
-        return EventStream(answer.stream())
+        return EventStream(answer.stream(), at_end=generation.abandon)
     whole = await while_connected(request, answer.whole())
     return Response(status_code=CLIENT_CLOSED) if whole is None else JSONResponse(whole)
 
@@ -80,7 +80,6 @@ class _Answer:
         return self._head | {"choices": choices, "usage": usage}
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        is_finished = False
         num_tokens = 0
         try:
             for number, echo in enumerate(self._echoes):
@@ -98,14 +97,10 @@ class _Answer:
                 yield self._chunk(self._choice(number, "", [], "length"))
             if self._parameters.includes_usage:
                 yield event(self._head | {"choices": [], "usage": await self._generation.usage(num_tokens)})
-            is_finished = True
             yield DONE
         except ApiError as error:
             self._generation.abandon(always=isinstance(error, JobFailed))
             yield event(error.body)
-        finally:
-            if not is_finished:
-                self._generation.abandon()
 
     def _says_something(self, piece: Piece) -> bool:
         record = piece.record

@@ -198,7 +198,7 @@ class Generation:
 
     def abandon(self, *, always: bool = False) -> None:
         """The client is gone, or the request failed: ends the jobs that still run, unless they are to go on. `always`:
-        one of them failed, so nobody will get their answer."""
+        one of them failed, so nobody will get their answer. Nothing happens when all have ended."""
         goes_on = self._may_return or self._service.config.service.on_disconnect == "continue"
         if goes_on and not always:
             return

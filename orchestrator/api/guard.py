@@ -72,8 +72,6 @@ class Guard:
             await self._app(scope, body, answer)
         except ApiError as error:
             await answer.refuse(error, scope)
-        except asyncio.CancelledError:
-            raise
         except Exception:  # the edge: the client gets one line and the log the rest
             number = _request_id(scope)
             logger.exception("request %s failed: %s %s", number, scope["method"], scope["path"])
@@ -95,7 +93,7 @@ class Guard:
                 f"{len(headers)} headers of {num_bytes} bytes: use at most {MAX_HEADERS} of {MAX_HEADER_BYTES} bytes",
                 code="headers_too_large",
             )
-        by_name = dict(headers)
+        by_name = dict(reversed(headers))  # of a header that comes twice the first counts, as for the application
         self._check_origin(scope, by_name)
         is_json = by_name.get(b"content-type", b"").lower().startswith(b"application/json")
         is_upload = scope["path"] in self._upload_paths and not is_json
@@ -196,7 +194,7 @@ class _Answer:
 
 def _request_id(scope: Scope) -> str:
     """Serve's proxy numbers requests and tells the client (X-Request-ID)."""
-    given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    given = dict(reversed(scope["headers"])).get(b"x-request-id", b"").decode("latin-1")
     return given if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", given) else f"req-{uuid.uuid4().hex}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -27,17 +27,24 @@ def event(data: Any, *, name: str | None = None, number: int | None = None) -> b
 
 
 class EventStream(Response):
-    """Sends the pieces of an iterator as they come and closes it when the client leaves."""
+    """Sends the pieces of a generator as they come and closes it when the client leaves."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, pieces: AsyncIterator[bytes]) -> None:
+    def __init__(self, pieces: AsyncGenerator[bytes, None], at_end: Callable[[], None] | None = None) -> None:
+        """`at_end` is called however it ends, also when no piece was ever asked for: a generator that has not begun
+        cannot clean up."""
         super().__init__(headers={"x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._pieces = pieces
+        self._at_end = at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_disconnect(receive, self._send_all(send))
+        try:
+            await until_disconnect(receive, self._send_all(send))
+        finally:
+            if self._at_end is not None:
+                self._at_end()
 
     async def _send_all(self, send: Send) -> None:
         pieces = with_heartbeats(self._pieces)
@@ -51,7 +58,7 @@ class EventStream(Response):
                 await pieces.aclose()
 
 
-async def with_heartbeats(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+async def with_heartbeats(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     """The pieces, and a comment whenever none came for a while."""
     waiting: asyncio.Task[bytes | None] | None = None
     try:
@@ -71,12 +78,10 @@ async def with_heartbeats(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes,
             await asyncio.wait({waiting})
             if not waiting.cancelled():
                 waiting.exception()
-        aclose = getattr(pieces, "aclose", None)
-        if aclose is not None:
-            await aclose()
+        await pieces.aclose()
 
 
-async def _following(pieces: AsyncIterator[bytes]) -> bytes | None:
+async def _following(pieces: AsyncGenerator[bytes, None]) -> bytes | None:
     try:
         return await anext(pieces)
     except StopAsyncIteration:
@@ -97,8 +102,8 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
-                if not task.cancelled():
-                    task.exception()  # it failed while it was being ended: nobody waits for that any more
+            if not task.cancelled():
+                task.exception()  # raised above, or of what nobody waits for any more
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -201,6 +201,16 @@ def test_bodies_that_are_no_request(directory: Path, body: bytes) -> None:
     run(directory, scenario)
 
 
+def test_of_a_header_that_comes_twice_the_first_counts(directory: Path) -> None:
+    async def scenario(api: Api) -> None:
+        types = [("content-type", "application/json"), ("content-type", "text/plain")]
+        content = json.dumps({"prompt": "a" * 3000})
+        assert (await api.ask("POST", JOBS, content=content, headers=types)).status_code == 413
+        assert (await api.ask("POST", JOBS, content=content, headers=types[::-1])).status_code == 202
+
+    run(directory, scenario, max_body_bytes=2000, max_upload_bytes=5000)
+
+
 def test_media_types(directory: Path) -> None:
     async def scenario(api: Api) -> None:
         for media_type in ("", "text/html", "application/jsonx"):
@@ -258,6 +268,20 @@ def test_a_client_that_leaves(directory: Path, stream: bool, on_disconnect: str,
             assert "cancel" not in api.controller.calls
 
     run(directory, scenario, on_disconnect=on_disconnect)
+
+
+def test_a_client_that_leaves_before_the_answer_begins(directory: Path) -> None:
+    async def scenario(api: Api) -> None:
+        api.controller.pace = asyncio.Semaphore(0)
+        exchange = Exchange(api.app, outgoing=asyncio.Queue(1))
+        exchange.outgoing.put_nowait("what the socket has not taken yet")
+        task = exchange.start("POST", "/v1/completions", {"content-type": "application/json"})
+        exchange.send(json.dumps({"model": "tiny", "prompt": "a", "stream": True}).encode())
+        exchange.leave()
+        await asyncio.wait_for(task, 10)
+        await until(lambda: [job.view.state for job in api.controller.jobs.values()] == ["cancelled"])
+
+    run(directory, scenario)
 
 
 @pytest.mark.parametrize("stream", [False, True])
