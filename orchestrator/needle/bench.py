@@ -181,13 +181,8 @@ def run_needles(request: NeedleRequest, on_document: Callable[[str], None]) -> N
     read_config(request.model)  # a missing directory is told by its name
     tokenizer = Tokenizer(request.model)
     plans = [(length, document) for length in request.lengths for document in documents_of(request, length)]
-    for length, document in plans:
-        num_tokens = len(tokenizer.encode(document.text))
-        if num_tokens != length:
-            raise UserError(
-                f"the tokenizer of {request.model} makes {num_tokens} tokens of {length} bytes: needles are placed by "
-                "bytes and need a model whose tokens are bytes, as examples/needle is"
-            )
+    for _, document in plans:
+        check_byte_tokens(tokenizer, document, request.model)
     cluster = LocalCluster(request.model, decode=False, max_tokens=max(request.lengths), **request.settings)
     report = NeedleReport(request=request)
     with cluster, tempfile.TemporaryDirectory(prefix="longprefill-needle-") as folder:
@@ -212,6 +207,20 @@ def run_needles(request: NeedleRequest, on_document: Callable[[str], None]) -> N
             on_document(_progress(report, length, result.prefill_s))
     _write(request, report)
     return report
+
+
+def check_byte_tokens(tokenizer: Tokenizer, document: Document, model: Path) -> None:
+    """Refuses a model whose tokens are not bytes, because facts are placed by bytes.
+
+    Raises:
+        UserError: names how many tokens it makes of the document.
+    """
+    num_tokens, length = len(tokenizer.encode(document.text)), len(document.text)
+    if num_tokens != length:
+        raise UserError(
+            f"the tokenizer of {model} makes {num_tokens} tokens of {length} bytes: needles are placed by bytes and "
+            "need a model whose tokens are bytes, as examples/needle is"
+        )
 
 
 def documents_of(request: NeedleRequest, length: int) -> list[Document]:

@@ -17,11 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 from longprefill.orchestrator.cluster import LocalCluster, PrefillResult
-from longprefill.orchestrator.needle.bench import questions_of
-from longprefill.orchestrator.needle.documents import Document, PlacedFact, astride, write_document
+from longprefill.orchestrator.needle.bench import check_byte_tokens, questions_of
+from longprefill.orchestrator.needle.documents import Document, astride, write_document
 from longprefill.orchestrator.outputs import check_outputs, writing
 from longprefill.orchestrator.plan import ClusterSettings, step_tokens_for
 from longprefill.orchestrator.run_report import RunReport, build_report
+from longprefill.partition.errors import UserError
 from longprefill.partition.generators import generate
 from longprefill.partition.layout import Slice
 from longprefill.partition.steps import pack_jobs
@@ -32,7 +33,6 @@ from longprefill.workers.sampling import Sampling
 GAP = 96
 """Bytes of text between a section's header and its fact, with the cut in their middle."""
 NUM_ABSENT = 6
-MAX_NEW_TOKENS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,22 @@ def cuts_of(settings: ClusterSettings, step_tokens: int, num_tokens: int) -> lis
     return sorted(starts - {0})
 
 
+def document_over(cuts: list[int], num_tokens: int) -> Document:
+    """The document: its facts lie over the cuts, one over each, in their order.
+
+    Raises:
+        UserError: the cuts are too close together.
+    """
+    document = write_document(num_tokens, astride(cuts, gap=GAP), num_absent=NUM_ABSENT, seed="quickstart")
+    for cut, placed in zip(cuts, document.facts, strict=True):
+        if not placed.start < cut < placed.end:
+            raise UserError(
+                f"{len(cuts)} cuts of {num_tokens} tokens are too close for a fact over each: use more --tokens, a "
+                "larger --step-tokens or a smaller --cp"
+            )
+    return document
+
+
 def show_document(model: Path, *, num_tokens: int, settings: dict[str, Any], json_file: Path | None) -> float:
     """Writes the document, prefills it, asks everything and prints both tables to standard error.
 
@@ -74,7 +90,8 @@ def show_document(model: Path, *, num_tokens: int, settings: dict[str, Any], jso
     cluster = LocalCluster(model, max_tokens=2 * num_tokens, **settings)
     step_tokens = step_tokens_for(cluster.settings, config, num_tokens)
     cuts = cuts_of(cluster.settings, step_tokens, num_tokens)
-    document = write_document(num_tokens, astride(cuts, gap=GAP), num_absent=NUM_ABSENT, seed="quickstart")
+    document = document_over(cuts, num_tokens)
+    check_byte_tokens(tokenizer, document, model)
     console = Console(stderr=True, highlight=False)
     with cluster, tempfile.TemporaryDirectory(prefix="longprefill-needle-") as folder:
         report, answers = _ask(cluster, document, tokenizer, Path(folder) / "document.safetensors")
@@ -97,7 +114,7 @@ def _ask(
     cluster: LocalCluster, document: Document, tokenizer: Tokenizer, snapshot: Path
 ) -> tuple[RunReport, list[str]]:
     # imported here: it loads torch, while Ray's workers start
-    from longprefill.orchestrator.needle.reader import Reader
+    from longprefill.orchestrator.needle.reader import MAX_NEW_TOKENS, Reader
 
     questions = [tokenizer.encode(question.text) for question in questions_of(document)]
     text = tokenizer.encode(document.text)
@@ -137,10 +154,9 @@ def _ask(
 def _judged(document: Document, answers: list[str], cuts: list[int]) -> list[Answered]:
     answered: list[Answered] = []
     for number, (question, answer) in enumerate(zip(questions_of(document), answers, strict=True)):
-        placed = document.facts[number] if number < len(document.facts) else None
         answered.append(
             Answered(
-                cut=-1 if placed is None else _cut_inside(placed, cuts),
+                cut=cuts[number] if number < len(cuts) else -1,
                 kind="absent" if question.is_absent else question.kind,
                 question=question.text.strip(),
                 expected=question.answer,
@@ -148,10 +164,6 @@ def _judged(document: Document, answers: list[str], cuts: list[int]) -> list[Ans
             )
         )
     return answered
-
-
-def _cut_inside(placed: PlacedFact, cuts: list[int]) -> int:
-    return next(cut for cut in cuts if placed.start < cut < placed.end)
 
 
 def _table(answered: list[Answered]) -> Table:

@@ -20,10 +20,12 @@ from longprefill.orchestrator.needle.bench import (
     judge,
     questions_of,
 )
+from longprefill.orchestrator.needle.demo import cuts_of, document_over
 from longprefill.orchestrator.needle.documents import Wanted, astride, spread, write_document
 from longprefill.orchestrator.needle.filler import filler_text
 from longprefill.orchestrator.needle.picture import Grid, png, svg
 from longprefill.orchestrator.needle.words import UNKNOWN, Phrasing, draw_names
+from longprefill.orchestrator.plan import ClusterSettings
 from longprefill.partition.errors import UserError
 
 
@@ -74,6 +76,14 @@ def test_facts_lie_over_the_cuts() -> None:
         header_end = placed.start + (text.index("\n", 1) if placed.fact.kind == "section" else 0)
         digits_start = placed.start + text.rindex(placed.fact.digits)
         assert header_end < cut < (digits_start if placed.fact.kind == "section" else placed.end)
+
+
+@pytest.mark.parametrize(("cp", "step_tokens", "num_cuts"), [(24, 8192, 47), (2, 256, 127)])
+def test_cuts_that_are_too_close_are_refused(cp: int, step_tokens: int, num_cuts: int) -> None:
+    cuts = cuts_of(ClusterSettings(model_dir="", cp=cp, step_tokens=step_tokens), step_tokens, 8192)
+    assert len(cuts) == num_cuts
+    with pytest.raises(UserError, match=r"too close for a fact over each|do not fit 8192 tokens"):
+        document_over(cuts, 8192)
 
 
 def test_one_seed_gives_one_document() -> None:
