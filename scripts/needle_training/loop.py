@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from longprefill.orchestrator.needle.filler import Filler
+from longprefill.partition.errors import UserError
 from longprefill.workers.model.parameters import parameter_shapes
 
 from .curriculum import STAGES, Stage, config_of, grown, initial_parameters
@@ -62,8 +63,10 @@ class Options:
 def train(directory: Path, *, stages: tuple[str, ...], options: Options) -> Path:
     """Runs the named stages, each from the end of the one before it; goes on from what `directory` holds.
 
-    Writes curve.csv, checkpoint.safetensors and
-    STAGE.safetensors for each finished stage; returns the last of those.
+    Writes curve.csv, checkpoint.safetensors and STAGE.safetensors for each finished stage; returns the last of those.
+
+    Raises:
+        UserError: a stage that is not the first lacks the weights of the one before it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     filler = Filler("training")
@@ -76,7 +79,7 @@ def train(directory: Path, *, stages: tuple[str, ...], options: Options) -> Path
             continue
         progress = _resume(directory, number, options)
         _run(progress, stage, filler, directory, options)
-        save_file({name: p.detach() for name, p in progress.parameters.items()}, result)
+        _write_whole(result, {name: p.detach() for name, p in progress.parameters.items()})
     return result
 
 
@@ -170,9 +173,14 @@ def _save(directory: Path, progress: Progress) -> None:
     tensors = {f"parameter.{name}": p.detach() for name, p in progress.parameters.items()}
     tensors |= {f"optimizer.{name}": value for name, value in progress.optimizer.state.items()}
     tensors["position"] = torch.tensor([progress.stage, progress.step, int(progress.seconds)])
-    partial = directory / "checkpoint.partial"
+    _write_whole(directory / "checkpoint.safetensors", tensors)
+
+
+def _write_whole(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """The whole file or none, however the run ends."""
+    partial = path.with_suffix(".partial")
     save_file(tensors, partial)
-    partial.rename(directory / "checkpoint.safetensors")
+    partial.rename(path)
 
 
 def _resume(directory: Path, number: int, options: Options) -> Progress:
@@ -193,7 +201,8 @@ def _resume(directory: Path, number: int, options: Options) -> Progress:
     else:
         before = directory / f"{STAGES[number - 1].name}.safetensors"
         if not before.exists():
-            raise FileNotFoundError(f"stage {STAGES[number].name} starts from {before}: run the stages before it first")
+            name, earlier = STAGES[number].name, STAGES[number - 1].name
+            raise UserError(f"--stage {name}: it starts from {before}: run --stage {earlier} first")
         parameters = grown(load_file(before), config)
     parameters = _trainable(parameters)
     return Progress(parameters=parameters, optimizer=Optimizer(parameters), stage=number, step=0, seconds=0.0)
