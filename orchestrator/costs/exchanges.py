@@ -26,9 +26,7 @@ class ExchangeCosts:
         self._layout = layout
         self._model = model
         self._placement = placement
-        profile = placement.profiles[0]
-        links = [link for link in profile.links if not (placement.network and link.scope == "network")]
-        self._links = LinkRates((*links, *placement.network), profile.name)
+        self._links = LinkRates(placement.links, placement.profiles[0].name)
         self._known: dict[object, float] = {}
 
     def halo_s(self, kda: KdaShape) -> float:

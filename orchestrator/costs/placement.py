@@ -20,7 +20,7 @@ class Placement:
     cp_least_per_node: int | None = None
     """Context-parallel ranks on the emptiest machine, where machines differ."""
     network: tuple[Link, ...] = ()
-    """Between machines; takes the place of the profiles' own network links."""
+    """Between machines, also beyond those of the mesh; takes the place of the profiles' own network links."""
 
     def __post_init__(self) -> None:
         if self.cp < 1 or self.tp < 1 or not 1 <= self.cp_per_node <= self.cp:
@@ -32,6 +32,12 @@ class Placement:
     def alone(profile: DeviceProfile) -> Placement:
         """One device."""
         return Placement(cp=1, tp=1, cp_per_node=1, profiles=(profile,))
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The first rank's, with `network` in the place of its own network links."""
+        own = self.profiles[0].links
+        return (*(link for link in own if not (self.network and link.scope == "network")), *self.network)
 
     @property
     def ranks_per_node(self) -> int:

@@ -141,7 +141,7 @@ def _break_even(evaluator: Evaluator, best: Estimate) -> _Even | None:
     if narrow.cp >= wide.cp or narrow_site is None or wide_site is None:
         return None
     placement = wide_site.placement
-    bandwidth = _bandwidth((*placement.network, *placement.profiles[0].links), scope)
+    bandwidth = _bandwidth(placement.links, scope)
     if bandwidth is None:
         return None
     request = evaluator.request

@@ -274,9 +274,8 @@ class Evaluator:
         pages = candidate.jobs_per_step * self.handoff_bytes(candidate, request.tokens - request.cached)
         last = pages // prompt.num_steps + candidate.jobs_per_step * state_bytes(self.shape(candidate)) * candidate.tp
         last += candidate.jobs_per_step * 4 * self.config.vocab_size
-        profile = site.placement.profiles[0]
-        links = LinkRates((*site.placement.network, *profile.links), profile.name)
-        scope = "network" if site.num_machines > 1 or len(self.machines.machines) > 1 else "node"
+        links = LinkRates(site.placement.links, site.placement.profiles[0].name)
+        scope = "network" if len(self.machines.machines) > 1 else "node"
         last_s, all_s = (
             links.seconds("transport", scope, ranks=2, num_bytes=-(-size // candidate.num_devices))
             for size in (last, pages + last)

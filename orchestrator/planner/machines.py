@@ -73,7 +73,7 @@ class Machines:
             cp_per_node=per_node,
             cp_least_per_node=min(slots for _, slots in taken),
             profiles=profiles,
-            network=self._network(per_node * num_tp) if len(taken) > 1 else (),
+            network=self._network(per_node * num_tp),
         )
         return Site(
             placement=placement,

@@ -257,6 +257,23 @@ def test_a_measured_profile_plans_what_was_measured(tmp_path: Path) -> None:
     assert choice.best.prompt.max_work_s == pytest.approx(expected.prompt.max_work_s, rel=0.05)
 
 
+def test_a_hand_off_to_another_machine_takes_the_clusters_network(tmp_path: Path) -> None:
+    """Also that of a mesh on one machine, whose profile knows links inside the machine alone."""
+    link = Link(pattern="any", scope="node", latency_s=1e-5, bytes_per_s=1e11)
+    write_profile(tmp_path / "p.json", replace(find_profile("example"), links=(link,)))
+    cluster = (
+        "[[nodes]]\ncount = 2\ndevices = 1\ndevice = 'p.json'\n[network]\ngb_per_s = {}\n[decode]\nnum_workers = 1\n"
+    )
+    candidate = Candidate(cp=1, tp=1, step_tokens=1024, latent_format="bf16", index_format="bf16")
+    seconds: list[float] = []
+    for gb_per_s in (1.0, 2.0):
+        (tmp_path / "c.toml").write_text(cluster.format(gb_per_s))
+        estimate = evaluator(tokens=1024, cluster=tmp_path / "c.toml").estimate(candidate)
+        assert estimate is not None
+        seconds.append(estimate.handoff_s)
+    assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.01)
+
+
 def test_scaling_puts_exchanges_side_by_side() -> None:
     asked = request(model="glm_flash", tokens=1 << 20, cluster=GOLDEN / "large.toml", devices=(16, 32))
     rows = scaling(find_model(asked.model), asked, read_cluster(asked.cluster))
