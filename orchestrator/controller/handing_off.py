@@ -122,17 +122,16 @@ class HandingOff:
                 reason = str(error)
                 core.metrics.failures.labels("handoff").inc()
                 logger.info("job %s: hand-off to %s: %s", job.row.id, decode and decode.name, reason)
-                job.decode, job.is_streaming = None, False
-                await core.tell(group, "cancel_handoff", job.number)
-                continue
-            if job.decode is None or job.decode is not decode:
+            else:
+                report = await final_report(core, job, done)
+                if decode is not None and job.decode is decode:  # nothing is waited for until generation begins
+                    core.metrics.handoff_bytes.inc(done.num_bytes)
+                    core.metrics.handoff_exposed.observe(done.exposed_s)
+                    await self._generating.begin(job, report)
+                    return
                 reason = "the decode worker was lost"
-                job.is_streaming = False
-                continue
-            core.metrics.handoff_bytes.inc(done.num_bytes)
-            core.metrics.handoff_exposed.observe(done.exposed_s)
-            await self._generating.begin(job, await final_report(core, job, done))
-            return
+            job.decode, job.is_streaming = None, False
+            await core.tell(group, "cancel_handoff", job.number)
         core.requeue(job, f"the hand-off failed {HANDOFF_ATTEMPTS} times: {reason}", is_failure=True)
 
     async def _find_room(self, job: LiveJob) -> None:
