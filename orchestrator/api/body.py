@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
@@ -39,15 +37,16 @@ class Reader:
         Raises:
             ApiError: 415 not JSON by its type, 400 not JSON or not what `kind` takes, 413 and 408 from the guard.
         """
-        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        media_type = media_type_of(request)
         if media_type != "application/json":
             raise ApiError(
                 415, f"content-type={media_type[:80]!r}: send application/json", code="unsupported_media_type"
             )
-        with self._held() as held:
+        held = bytearray()
+        with self.budget.share() as take:
             try:
                 async for piece in request.stream():
-                    self.budget.take(len(piece))
+                    take(len(piece))
                     held += piece
             except ClientDisconnect:
                 raise ApiError(400, "the body ended too early", code="incomplete_body") from None
@@ -56,13 +55,10 @@ class Reader:
             async with self.slots:
                 return await asyncio.to_thread(parse, held, kind)
 
-    @contextmanager
-    def _held(self) -> Iterator[bytearray]:
-        held = bytearray()
-        try:
-            yield held
-        finally:
-            self.budget.give_back(len(held))
+
+def media_type_of(request: Request) -> str:
+    """The type of a request's body, without its parameters."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def parse(data: bytes | bytearray, kind: type[Parameters]) -> Parameters:

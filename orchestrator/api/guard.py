@@ -9,7 +9,8 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -208,11 +209,20 @@ class ByteBudget:
     def __init__(self, most: int) -> None:
         self._left = most
 
-    def take(self, num_bytes: int) -> None:
-        """Raises ApiError (503) when too much is held already."""
-        if num_bytes > self._left:
-            raise unavailable("too many large requests are being read: ask again")
-        self._left -= num_bytes
+    @contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """For one body: `take(num_bytes)` as it arrives raises ApiError (503) when too much is held already. At the end
+        all of it is given back."""
+        taken = 0
 
-    def give_back(self, num_bytes: int) -> None:
-        self._left += num_bytes
+        def take(num_bytes: int) -> None:
+            nonlocal taken
+            if num_bytes > self._left:
+                raise unavailable("too many large requests are being read: ask again")
+            self._left -= num_bytes
+            taken += num_bytes
+
+        try:
+            yield take
+        finally:
+            self._left += taken

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from longprefill.orchestrator.api.auth import Caller
+from longprefill.orchestrator.api.body import media_type_of
 from longprefill.orchestrator.api.errors import ApiError, as_api_error
 from longprefill.orchestrator.api.job_json import event_json, job_json, record_json, sample_json
 from longprefill.orchestrator.api.openapi import EVENTS, answers, job_body
@@ -38,27 +39,27 @@ async def submit_job(request: Request, service: CurrentService, caller: CurrentC
 
     202 for a new job; 200 when the Idempotency-Key names one that is here already.
     """
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    media_type = media_type_of(request)
     key = idempotency_key(request)
     if media_type in MEDIA_TYPES:
-        prompt, options = await read_upload(request, media_type, service.model.max_upload_bytes)
-    elif media_type == "application/json":
-        parameters = await service.reader.read(request, JobParameters)
-        prompt, options = parameters.prompt, parameters
-    else:
+        with service.uploads.share() as take:
+            upload = await read_upload(request, media_type, service.model.max_upload_bytes, take)
+            return await _submit(service, caller, upload.prompt, upload.options, key)
+    if media_type != "application/json":
         raise unknown_media_type(media_type)
-    return await _submit(service, caller, prompt, options, key)
+    parameters = await service.reader.read(request, JobParameters)
+    return await _submit(service, caller, parameters.prompt, parameters, key)
 
 
 async def _submit(service: Service, caller: Caller, prompt: Prompt, options: JobOptions, key: str | None) -> Response:
     model = service.model
-    async with service.reader.slots:
-        tokens_T = await asyncio.to_thread(model.tokens_of, prompt)
     longest_s = service.config.service.request_timeout_s
     if options.timeout_s is not None and options.timeout_s > longest_s:
         raise ApiError(
             400, f"timeout_s={options.timeout_s:g}: use at most {longest_s:g}", code="invalid_value", param="timeout_s"
         )
+    async with service.reader.slots:
+        tokens_T = await asyncio.to_thread(model.tokens_of, prompt)
     submission = await service.controller.submit(
         JobRequest(
             tenant=caller.tenant,
@@ -198,12 +199,13 @@ async def job_result(
 ) -> dict[str, Any]:
     """What an ended job made: its report, and text and tokens of its samples. 409 while it runs; `wait_s` waits for
     its end so long."""
+    job = known_job(job)
     cursor, records = 0, list[TokenRecord]()
     loop = asyncio.get_running_loop()
     deadline = loop.time() + wait_s
     while True:
         left_s = max(0.0, min(HEARTBEAT_S, deadline - loop.time()))
-        batch = await service.controller.tokens(known_job(job), caller.scope, after=cursor, timeout_s=left_s)
+        batch = await service.controller.tokens(job, caller.scope, after=cursor, timeout_s=left_s)
         records += batch.records
         cursor = batch.cursor
         if batch.state.is_final and not batch.records:

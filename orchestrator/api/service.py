@@ -39,6 +39,8 @@ class Service:
     controller: PatientController
     authenticator: Authenticator
     reader: Reader
+    uploads: ByteBudget
+    """Of prompts on the disk, and in memory until their jobs are accepted."""
     leftovers: set[asyncio.Task[None]] = field(default_factory=set)
 
     def finish_later(self, work: Coroutine[Any, Any, Any], what: str) -> None:
@@ -58,13 +60,13 @@ class Service:
 
 def make_service(config: ServiceConfig, model: ServedModel, controller: PatientController) -> Service:
     """The service of one process."""
-    budget = ByteBudget(BODIES_AT_ONCE * config.service.max_body_bytes)
     return Service(
         config=config,
         model=model,
         controller=controller,
         authenticator=Authenticator(config.keys),
-        reader=Reader(budget),
+        reader=Reader(ByteBudget(BODIES_AT_ONCE * config.service.max_body_bytes)),
+        uploads=ByteBudget(BODIES_AT_ONCE * config.service.max_upload_bytes),
     )
 
 

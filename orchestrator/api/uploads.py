@@ -10,7 +10,7 @@ import asyncio
 import mmap
 import re
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -36,15 +36,16 @@ class Upload(NamedTuple):
     options: JobOptions
 
 
-async def read_upload(request: Request, media_type: str, most: int) -> Upload:
-    """The prompt and the options of an upload; options come as query parameters, or in the form. `most` bytes are read.
+async def read_upload(request: Request, media_type: str, most: int, take: Callable[[int], None]) -> Upload:
+    """The prompt and the options of an upload; options come as query parameters, or in the form. `most` bytes are read,
+    and `take` is told of each piece first.
 
     Raises:
         ApiError: 400 not what its type says, 415 an unknown type, 503 no room on the disk.
     """
     try:
         with tempfile.TemporaryFile(prefix="longprefill-upload-") as file:
-            pieces = _pieces(request, most)
+            pieces = _pieces(request, most, take)
             if media_type == FORM:
                 return await _read_form(request, pieces, file)
             options = options_of(request)
@@ -72,7 +73,7 @@ def options_of(request: Request) -> JobOptions:
     return check(given, JobOptions, from_texts=True)
 
 
-async def _pieces(request: Request, most: int) -> AsyncIterator[bytes]:
+async def _pieces(request: Request, most: int, take: Callable[[int], None]) -> AsyncIterator[bytes]:
     """The body in pieces large enough that reading keeps up with what arrives."""
     held, num_bytes = bytearray(), 0
     async for piece in request.stream():
@@ -85,6 +86,7 @@ async def _pieces(request: Request, most: int) -> AsyncIterator[bytes]:
                 param="prompt",
                 headers={"connection": "close"},
             )
+        take(len(piece))
         held += piece
         if len(held) >= PIECE_BYTES:
             yield bytes(held)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from longprefill.orchestrator.api.link import OWN_KEY, PatientController
+from longprefill.orchestrator.api.service import BODIES_AT_ONCE
 from longprefill.orchestrator.config import ApiKey
 
 from .api_support import Api, Exchange, messages_of, model_dir, run, until
@@ -199,6 +200,28 @@ def test_bodies_that_are_no_request(directory: Path, body: bytes) -> None:
             assert len(answer.content) < 1000
 
     run(directory, scenario)
+
+
+@pytest.mark.parametrize(
+    ("media_type", "path"), [("text/plain", JOBS), ("application/json", JOBS), ("application/json", "/v1/completions")]
+)
+def test_bodies_at_once_have_a_limit(directory: Path, media_type: str, path: str) -> None:
+    headers = {"content-type": media_type}
+
+    async def scenario(api: Api) -> None:
+        held = [Exchange(api.app) for _ in range(BODIES_AT_ONCE)]
+        tasks = [exchange.start("POST", path, headers) for exchange in held]
+        for exchange in held:
+            exchange.send(b"x" * 5000, more=True)
+        await until(lambda: all(exchange.incoming.empty() for exchange in held))
+        refused = await api.ask("POST", path, content=b"x" * 100, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        for exchange in held:
+            exchange.leave()
+        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        assert (await api.ask("POST", path, content=b"x" * 100, headers=headers)).status_code in (202, 400)
+
+    run(directory, scenario, max_body_bytes=5000, max_upload_bytes=5000)
 
 
 def test_of_a_header_that_comes_twice_the_first_counts(directory: Path) -> None:
