@@ -63,10 +63,9 @@ def evaluator_of(config: ModelConfig, request: PlanRequest, cluster: Cluster, nu
 def scaling(config: ModelConfig, request: PlanRequest, cluster: Cluster) -> list[dict[str, object]]:
     """A row for each number of devices: the plan, and the same mesh by every exchange of KDA states."""
     rows: list[dict[str, object]] = []
-    alone_s: float | None = None
-    for num_devices in request.devices:
-        evaluator = evaluator_of(config, request, cluster, num_devices)
-        alone_s = alone_s or one_device_s(evaluator)
+    evaluators = [evaluator_of(config, request, cluster, num_devices) for num_devices in request.devices]
+    alone_s = one_device_s(evaluators[0])
+    for num_devices, evaluator in zip(request.devices, evaluators, strict=True):
         best = choose(evaluator).best
         by_exchange = {
             exchange: evaluator.estimate(replace(best.candidate, exchange=exchange)) for exchange in get_args(Exchange)
@@ -78,7 +77,7 @@ def scaling(config: ModelConfig, request: PlanRequest, cluster: Cluster) -> list
                 "layout": best.candidate.layout,
                 "steps": best.prompt.num_steps,
                 "seconds": best.prefill_s,
-                "efficiency": alone_s / (num_devices * best.prefill_s),
+                "efficiency": None if alone_s is None else alone_s / (num_devices * best.prefill_s),
                 **{f"{name}_s": None if found is None else found.prefill_s for name, found in by_exchange.items()},
                 "exposed_s": best.prompt.exposed_s,
                 "waiting_s": best.prompt.waiting_s,
@@ -88,8 +87,8 @@ def scaling(config: ModelConfig, request: PlanRequest, cluster: Cluster) -> list
     return rows
 
 
-def one_device_s(evaluator: Evaluator) -> float:
-    """The prompt on one device, whether it has the memory or not."""
+def one_device_s(evaluator: Evaluator) -> float | None:
+    """The prompt on one device, whether it has the memory or not; None: a rate that it needs is not known."""
     request = evaluator.request
     step = min(65_536, -(-request.tokens // PAGE_TOKENS) * PAGE_TOKENS)
     candidate = Candidate(
@@ -100,8 +99,7 @@ def one_device_s(evaluator: Evaluator) -> float:
         index_format=request.index_format or request.dtype,
     )
     estimate = evaluator.estimate(candidate)
-    assert estimate is not None
-    return estimate.prefill_s
+    return None if estimate is None else estimate.prefill_s
 
 
 def device_numbers(text: str | None) -> tuple[int, ...]:

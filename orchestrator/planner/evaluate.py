@@ -253,7 +253,7 @@ class Evaluator:
         rounds = ceil(request.concurrent / (num_groups * candidate.jobs_per_step))
         handoff_s = self._handoff_s(candidate, site, prompt)
         queue_s = (rounds - 1) * prompt.seconds
-        mean_wait = _mean_wait(request.concurrent, num_groups * candidate.jobs_per_step, rounds)
+        mean_wait = mean_wait_rounds(request.concurrent, num_groups * candidate.jobs_per_step)
         return Estimate(
             candidate=candidate,
             ttft_s=prompt.seconds + handoff_s + queue_s,
@@ -307,10 +307,10 @@ def _row_bytes(mixer: object) -> float:
     return mixer.row_bytes + (0.0 if mixer.indexer is None else mixer.indexer.key_bytes / mixer.indexer.pool)
 
 
-def _mean_wait(num_prompts: int, at_once: int, rounds: int) -> float:
-    """Mean number of rounds that a prompt waits when `at_once` run together."""
-    waited = sum(min(at_once, num_prompts - done * at_once) * done for done in range(min(rounds, 100_000)))
-    return waited / num_prompts
+def mean_wait_rounds(num_prompts: int, at_once: int) -> float:
+    """Mean number of rounds that a prompt waits when `at_once` run together: those of round n wait for n others."""
+    num_full, rest = divmod(num_prompts, at_once)
+    return (at_once * num_full * (num_full - 1) // 2 + rest * num_full) / num_prompts
 
 
 def limits(memory: RankMemory) -> Mapping[str, int]:

@@ -23,15 +23,15 @@ from longprefill.orchestrator.memory import weight_bytes
 from longprefill.orchestrator.plan_command import device_numbers, evaluator_of, scaling
 from longprefill.orchestrator.planner.candidate import Candidate, PlanError, PlanRequest
 from longprefill.orchestrator.planner.crossovers import crossovers
-from longprefill.orchestrator.planner.evaluate import Evaluator
+from longprefill.orchestrator.planner.evaluate import Evaluator, mean_wait_rounds
 from longprefill.orchestrator.planner.models import find_model
-from longprefill.orchestrator.planner.report import RUNNABLE_EXCHANGES
+from longprefill.orchestrator.planner.report import RUNNABLE_EXCHANGES, show_scaling
 from longprefill.orchestrator.planner.search import choose
 from longprefill.orchestrator.simulator.cluster import read_cluster
 from longprefill.partition.errors import ModelError, UserError
 from longprefill.partition.generators import generate
 from longprefill.partition.layout import Slice
-from longprefill.partition.operations import LayerPlace, edge_operations, layer_operations, operation_shape
+from longprefill.partition.operations import OPERATIONS, LayerPlace, edge_operations, layer_operations, operation_shape
 from longprefill.workers.model.sharding import MeshPlace
 
 GOLDEN = Path(__file__).parent / "plan_golden"
@@ -283,6 +283,34 @@ def test_scaling_puts_exchanges_side_by_side() -> None:
         assert row["seconds"] == pytest.approx(min(by_exchange))  # type: ignore[type-var]
         assert 0 < row["efficiency"] <= 1.1  # type: ignore[operator]
     assert rows[1]["seconds"] < rows[0]["seconds"]  # type: ignore[operator]
+
+
+def test_scaling_without_the_rates_of_one_device(tmp_path: Path) -> None:
+    """As after a calibration of one rank's share of two: there is nothing to compare with."""
+    estimator = evaluator(tp=2)
+    shape = estimator.shape(Candidate(cp=1, tp=2, step_tokens=64, latent_format="bf16", index_format="bf16"))
+    example = find_profile("example")
+    share = Table(
+        op="mla.output",
+        shape=operation_shape("mla.output", shape.layers[3], shape),
+        axes=("rows",),
+        points=((1024.0, 1e9, 1e-3),),
+    )
+    rates = {kind: rate for kind, rate in example.rates.items() if kind != "gemm"}
+    others = {op: example.rates["gemm"] for op, kind in OPERATIONS.items() if kind == "gemm" and op != "mla.output"}
+    write_profile(tmp_path / "p.json", replace(example, rates=rates | others, tables=(share,)))
+    (tmp_path / "c.toml").write_text("[[nodes]]\ndevices = 4\ndevice = 'p.json'\n")
+    asked = request(cluster=tmp_path / "c.toml", devices=(2, 4))
+    rows = scaling(find_model(asked.model), asked, read_cluster(asked.cluster))
+    assert [row["efficiency"] for row in rows] == [None, None]
+    assert all(row["seconds"] for row in rows)
+    show_scaling(rows)
+
+
+@pytest.mark.parametrize(("num_prompts", "at_once"), [(1, 1), (7, 3), (9, 3), (2, 8), (1000, 1)])
+def test_prompts_wait_for_the_rounds_before_theirs(num_prompts: int, at_once: int) -> None:
+    expected = sum(number // at_once for number in range(num_prompts)) / num_prompts
+    assert mean_wait_rounds(num_prompts, at_once) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,,2", "0", "-1", "1.5", "9999999999"])
