@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from longprefill.workers.model.checkpoint import write_json
+from longprefill.workers.model.checkpoint import published_form, save_tensors, save_tokenizer, write_json
 from longprefill.workers.model.families.registry import config_from, family_named
 from longprefill.workers.model.vocabulary import BOS_TOKEN, EOS_TOKEN
 from longprefill.workers.model.weights import parameter_dtype
@@ -23,21 +23,14 @@ def export(weights: Path, num_blocks: int, directory: Path) -> None:
     raw = raw_config(num_blocks) | {"dtype": "bfloat16"}
     config = config_from(raw)
     write_json(directory / "config.json", raw)
-    byte_tokenizer().save(str(directory / "tokenizer.json"))
-    words = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN}
-    write_json(directory / "tokenizer_config.json", words)
+    save_tokenizer(directory, byte_tokenizer())
     parameters = load_file(weights)
     tensors: dict[str, torch.Tensor] = {}
     for parameter, location in family_named(config.family).locate(config).items():
         value = parameters[parameter].to(parameter_dtype(parameter, torch.bfloat16))
         for part in location.alternatives[0]:
-            rows = value[part.row : part.row + part.shape[0]]
-            if part.names[0].endswith("conv1d.weight"):
-                rows = rows.unsqueeze(1)
-            tensors[part.names[0]] = rows.contiguous().clone()
-    path = directory / "model.safetensors"
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)
+            tensors[part.names[0]] = published_form(part, value, config)
+    save_tensors(tensors, directory / "model.safetensors")
 
 
 def byte_tokenizer() -> Tokenizer:

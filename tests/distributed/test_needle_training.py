@@ -10,14 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from longprefill.orchestrator.needle.filler import Filler
 from longprefill.orchestrator.needle.words import Phrasing
+from longprefill.partition.errors import UserError
 from longprefill.workers.cache.pages import CacheFormats
-from longprefill.workers.model.families.registry import config_from
+from longprefill.workers.model.families.registry import config_from, read_config
 from longprefill.workers.model.model import Model
+from longprefill.workers.model.tokenizer import Tokenizer
+from longprefill.workers.model.weights import load_weights
 
 from .engine_support import WHOLE, Engine, Job, run, steps_of
+from .needle_support import MODEL_DIR
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 LENGTH = 320
@@ -28,7 +33,7 @@ def training():
     """The package of scripts/train_needle."""
     sys.path.insert(0, str(SCRIPTS))
     try:
-        names = ("curriculum", "data", "loop", "model")
+        names = ("curriculum", "data", "export", "loop", "model")
         yield {name: importlib.import_module(f"needle_training.{name}") for name in names}
     finally:
         sys.path.remove(str(SCRIPTS))
@@ -130,6 +135,22 @@ def test_answers_of_a_batch_follow_their_questions(training) -> None:
         rows, targets = batch.rows_BR[sequence][is_text], batch.targets_BR[sequence][is_text]
         assert torch.equal(batch.ids_BT[sequence][rows + 1], targets)
     assert kinds == {0, 1, 2}
+
+
+def test_export_writes_the_committed_model(training, tmp_path: Path) -> None:
+    config = read_config(MODEL_DIR)
+    weights = load_weights(MODEL_DIR, config, dtype=torch.float32)
+    save_file({name: value.float() for name, value in weights.items()}, tmp_path / "H.safetensors")
+    training["export"].export(tmp_path / "H.safetensors", 2, tmp_path / "model")
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        assert (tmp_path / "model" / name).read_bytes() == (MODEL_DIR / name).read_bytes(), name
+    text = bytes(range(128)).decode() + "\u00fc\u20ac"
+    assert Tokenizer(tmp_path / "model").encode(text) == Tokenizer(MODEL_DIR).encode(text) == list(text.encode())
+
+
+def test_a_stage_without_the_one_before_it_is_refused(training, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--stage C: it starts from .*B.safetensors: run --stage B first"):
+        training["loop"].train(tmp_path, stages=("C",), options=training["loop"].Options())
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not(training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

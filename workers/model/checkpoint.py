@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 from longprefill.partition.errors import ModelError
 from longprefill.workers.model.config import ModelConfig
@@ -131,8 +132,13 @@ def write_checkpoint(
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """A tokenizer that is trained for so many tokens."""
+    save_tokenizer(directory, train_tokenizer(vocab_size))
+
+
+def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     """tokenizer.json and the few words that transformers needs beside it."""
-    train_tokenizer(vocab_size).save(str(directory / "tokenizer.json"))
+    tokenizer.save(str(directory / "tokenizer.json"))
     words = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN}
     write_json(directory / "tokenizer_config.json", words)
 
@@ -153,7 +159,7 @@ def _published_tensors(
             value = torch.cat([value, torch.full((stored_heads - value.numel(),), DEAD_HEAD_A_LOG)])
         value = value.to(parameter_dtype(parameter, dtype))
         for part in location.alternatives[0]:
-            name, tensor = family.spellings(part.names[0])[0], _published_form(part, value, config)
+            name, tensor = family.spellings(part.names[0])[0], published_form(part, value, config)
             if config.fp8_block is None or not _is_quantized(parameter, tensor):
                 yield name, tensor
             else:
@@ -179,7 +185,7 @@ def quantize_fp8(matrix_RC: torch.Tensor, fp8_block: tuple[int, int]) -> tuple[t
     return codes_RC, scales.view(num_blocks)
 
 
-def _published_form(part: Part, value: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+def published_form(part: Part, value: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     """The part's rows in the shape that published checkpoints store."""
     if part.can_be_longer:
         return value.reshape(1, 1, -1, 1) if config.family == "kimi_linear" else value
@@ -190,7 +196,8 @@ def _published_form(part: Part, value: torch.Tensor, config: ModelConfig) -> tor
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """One file as published ones are."""
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors makes files that only their owner can read
 
@@ -216,9 +223,9 @@ def _write_files(
         written += tensor.numel() * tensor.element_size()
         weight_map[name] = file_names[0]
         if len(file_names) > 1 and written >= total_bytes * (num_files - len(file_names) + 1) / num_files:
-            _save(batch, directory / file_names.pop(0))
+            save_tensors(batch, directory / file_names.pop(0))
             batch = {}
-    _save(batch, directory / file_names[0])
+    save_tensors(batch, directory / file_names[0])
     if num_files > 1:
         index = {"metadata": {"total_size": written}, "weight_map": weight_map}
         write_json(directory / INDEX_NAME, index)
