@@ -87,13 +87,15 @@ def _extra(neutral: Mapping[str, Neutral]) -> Callable[[dict[str, Any]], None]:
 
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Stop = StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None
-StopTokens = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN)]], Field(max_length=MAX_STOP_TOKENS)] | None
-Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None
-TopP = Annotated[float, Field(gt=0, le=1)] | None
-Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None
-Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None
-MaxTokens = Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None
+StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
+StopTokens = Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS)]
+Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
+MaxTokens = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 
 
 class Parameters(BaseModel):
@@ -112,12 +114,12 @@ class Generation(Parameters):
     """What completions and chat have in common; the defaults are OpenAI's."""
 
     model: Annotated[str, Field(max_length=1024)]
-    n: Samples = None
-    temperature: Temperature = None
-    top_p: TopP = None
-    seed: Seed = None
-    stop: Stop = None
-    stop_token_ids: StopTokens = None
+    n: Samples | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    stop: StopText | StopTexts | None = None
+    stop_token_ids: StopTokens | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -134,9 +136,9 @@ class CompletionParameters(Generation):
     model_config = ConfigDict(json_schema_extra=_extra(COMPLETION_NEUTRAL))
 
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(several_prompts), WithJsonSchema(prompts_schema())]
-    max_tokens: MaxTokens = None
+    max_tokens: MaxTokens | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Logprobs | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -176,8 +178,8 @@ class ChatParameters(Generation):
     model_config = ConfigDict(json_schema_extra=_extra(CHAT_NEUTRAL))
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: MaxTokens = None
-    max_completion_tokens: MaxTokens = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
 
@@ -199,16 +201,16 @@ class ChatParameters(Generation):
 class JobOptions(Parameters):
     """Of a prefill job, apart from its prompt; the defaults are the command line's: prefill only, greedy."""
 
-    max_new_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] = 0
-    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_new_tokens: MaxTokens = 0
+    num_samples: Samples = 1
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] = 0
-    stop: Annotated[list[StopText], Field(max_length=MAX_STOPS)] = []
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN)]], Field(max_length=MAX_STOP_TOKENS)] = []
-    num_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    timeout_s: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
-    deadline_s: Annotated[float, Field(gt=0, le=MAX_SECONDS)] | None = None
+    stop: StopTexts = []
+    stop_token_ids: StopTokens = []
+    num_logprobs: Logprobs | None = None
+    timeout_s: Seconds | None = None
+    deadline_s: Seconds | None = None
     priority: Annotated[float, Field(gt=0, le=MAX_PRIORITY)] = 1.0
     keep_snapshot: bool = False
 

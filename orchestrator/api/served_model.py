@@ -31,6 +31,7 @@ class ServedModel:
     max_tokens: int
     """Of prompt and generation together: what the model was made for and the pools can hold."""
     max_prompt_tokens: int
+    """At most `max_tokens`."""
     max_new_tokens: int
     can_generate: bool
     """Whether there are decode workers."""
@@ -53,7 +54,8 @@ class ServedModel:
             ids_T = prompt
         if ids_T.size == 0:
             raise invalid("the prompt is empty: give at least one token", param="prompt")
-        self.check_length(ids_T.size)
+        if ids_T.size > self.max_prompt_tokens:
+            raise self._too_long(f"{ids_T.size} tokens")
         outside = np.flatnonzero((ids_T < 0) | (ids_T >= self.vocab_size))
         if outside.size:
             position = int(outside[0])
@@ -67,29 +69,24 @@ class ServedModel:
     @property
     def max_upload_bytes(self) -> int:
         """No upload that is longer holds a prompt that fits, text or token ids."""
-        most = min(self.max_prompt_tokens, self.max_tokens)
-        text = 0 if self.tokenizer is None else UTF8_BYTES * NORMALIZED * most * self.tokenizer.longest_token_bytes
+        most = self.max_prompt_tokens
+        text = 0 if self.tokenizer is None else UTF8_BYTES * self._max_characters(self.tokenizer)
         return FRAME_BYTES + max(text, ID_BYTES * most)
 
     def _check_text(self, text: str, tokenizer: Tokenizer) -> None:
         """Refuses text that has more tokens than fit, however it is cut, before minutes go into cutting it."""
-        most = min(self.max_prompt_tokens, self.max_tokens)
-        if len(text) > NORMALIZED * most * tokenizer.longest_token_bytes:
-            raise invalid(
-                f"the prompt has {len(text)} characters: this service takes at most {most} tokens",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+        if len(text) > self._max_characters(tokenizer):
+            raise self._too_long(f"{len(text)} characters")
 
-    def check_length(self, num_tokens: int) -> None:
-        """Raises ApiError (400, context_length_exceeded) for a prompt that is too long."""
-        most = min(self.max_prompt_tokens, self.max_tokens)
-        if num_tokens > most:
-            raise invalid(
-                f"the prompt has {num_tokens} tokens: this service takes at most {most}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+    def _max_characters(self, tokenizer: Tokenizer) -> int:
+        return NORMALIZED * self.max_prompt_tokens * tokenizer.longest_token_bytes
+
+    def _too_long(self, size: str) -> ApiError:
+        return invalid(
+            f"the prompt has {size}: this service takes at most {self.max_prompt_tokens} tokens",
+            param="prompt",
+            code="context_length_exceeded",
+        )
 
     def new_tokens(self, asked: int | None, default: int, prompt_tokens: int, param: str) -> int:
         """How many tokens a request may generate; the default is cut to what there is room for.

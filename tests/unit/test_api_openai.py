@@ -235,7 +235,7 @@ def test_over_long_prompt(directory: Path) -> None:
     async def scenario(api: Api) -> None:
         answer = (await api.complete(prompt=[5] * 4097)).json()["error"]
         assert answer["code"] == "context_length_exceeded"
-        assert "4097 tokens: this service takes at most 4096" in answer["message"]
+        assert "4097 tokens: this service takes at most 4096 tokens" in answer["message"]
         both = (await api.complete(prompt=[5] * 4000, max_tokens=97)).json()["error"]
         assert (both["code"], both["param"]) == ("context_length_exceeded", "max_tokens")
         assert (await api.complete(prompt=[5] * 4000, max_tokens=96)).status_code == 200
