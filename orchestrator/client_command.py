@@ -160,11 +160,10 @@ def _client(url: str | None) -> Iterator[Client]:
 
 
 def _prompt(file: str) -> Any:
-    """What to send: files as they lie on the disk, other forms as token ids or text."""
-    if file != STDIN and Path(file).suffix not in (".json", ".ids"):
-        path = Path(file)
-        if path.suffix == ".npy" and path.is_file():
-            return path
+    """What to send: .npy files as they lie on the disk, the rest as token ids or text."""
+    path = Path(file)
+    if path.suffix == ".npy" and path.is_file():
+        return path
     from longprefill.workers.model.tokenizer import read_source
 
     found = read_source(file)

@@ -22,7 +22,6 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 SILENCE_S = 60.0
 """A stream that says nothing for so long is dead: the service sends heartbeats."""
-FINAL_STATES = ("done", "failed", "cancelled")
 BUSY = (429, 503)
 RESULT_WAIT_S = 20
 
@@ -210,10 +209,10 @@ class _Patience:
         self._deadline = time.monotonic() + patience_s
         self._pause_s = FIRST_PAUSE_S
 
-    def pause(self, asked_s: float | None, error: Exception | None = None) -> None:
+    def pause(self, asked_s: float | None, error: Exception) -> None:
         """Waits; raises `error` when there has been enough of that."""
         pause_s = max(asked_s or 0.0, self._pause_s * random.uniform(0.5, 1.0))
-        if error is not None and time.monotonic() + pause_s > self._deadline:
+        if time.monotonic() + pause_s > self._deadline:
             raise error from None
         time.sleep(pause_s)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)

@@ -104,8 +104,7 @@ class Progress:
             note = f"step {data['number']}" + (f", {left} left" if left else "")
             self._bar.update(self._task, completed=data["end"], note=note)
         elif kind == "tokens":
-            count = next((value for name, value in data.items() if name != "job"), "")
-            self._bar.update(self._task, note=f"{count} tokens")
+            self._bar.update(self._task, note=f"{data['num_tokens']} tokens")
 
 
 def _expected(estimate: dict[str, Any]) -> str:
