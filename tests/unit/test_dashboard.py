@@ -200,6 +200,22 @@ def test_prometheus_text() -> None:
     assert found == [4, 'x"}y', 7, 4, None, [None, 2, 20 / 18, None, 2]]
 
 
+def test_pauses_end_by_time_or_by_signal_and_leave_nothing_behind() -> None:
+    found = evaluate("""
+        globalThis.sessionStorage = { getItem: () => null };
+        const { getEventListeners } = await import("node:events");
+        const { pause } = await import(`${at}/api.js`);
+        const ending = new AbortController();
+        await pause(1, ending.signal);
+        const left = getEventListeners(ending.signal, "abort").length;
+        const long = pause(1e9, ending.signal);
+        ending.abort();
+        await long;
+        console.log(JSON.stringify([left, getEventListeners(ending.signal, "abort").length]));
+    """)
+    assert found == [0, 0]
+
+
 def test_server_sent_events_in_pieces() -> None:
     """However the bytes are cut, the messages are the same."""
     text = ': hello\n\nid: 7\nevent: step\ndata: {"a":\ndata: 1}\n\nid:8\r\ndata: é\r\n\r\ndata: never ended'
