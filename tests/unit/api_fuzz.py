@@ -12,7 +12,6 @@ import logging
 import random
 import resource
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -213,7 +212,7 @@ class Report:
         }
 
 
-async def fuzz(directory: Path, num_requests: int, seed: int, progress: Callable[[int], None] | None = None) -> Report:
+async def fuzz(directory: Path, num_requests: int, seed: int) -> Report:
     """Sends the requests one after the other, some beside each other."""
     model = served_model(directory)
     assert model.tokenizer is not None
@@ -231,8 +230,6 @@ async def fuzz(directory: Path, num_requests: int, seed: int, progress: Callable
             source.jobs = list(controller.jobs)[-50:] or source.jobs
             if not baseline and report.num_requests >= num_requests // 10:
                 baseline = _resident_bytes()
-            if progress is not None:
-                progress(report.num_requests)
         await asyncio.gather(*app.state.service.leftovers, return_exceptions=True)
     await asyncio.sleep(0)
     report.num_tasks_left = len(asyncio.all_tasks()) - tasks_before
