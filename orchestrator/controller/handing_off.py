@@ -72,7 +72,7 @@ class HandingOff:
             core.metrics.failures.labels("snapshot").inc()
             logger.warning("job %s: no snapshot: %s", job.row.id, error)
             return False
-        if job.is_ended:
+        if job.is_ended or job.group is not group:
             path.unlink(missing_ok=True)
             return False
         before = job.row.snapshot

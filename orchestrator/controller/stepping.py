@@ -91,10 +91,11 @@ class Stepping:
                 self._give_up(decision, jobs)
                 return
             outcome = await self._run(decision, group)
-            await self._snapshot_if_due(jobs, group, outcome)
+            await self._snapshot_if_due(decision, jobs, group, outcome)
         except _JobRefused as refused:
-            self._give_up(decision, jobs)
-            core.requeue(refused.job, str(refused), is_failure=True)
+            if decision.id in core.running:
+                self._give_up(decision, jobs)
+                core.requeue(refused.job, str(refused), is_failure=True)
             return
         except LOST as error:
             if decision.id in core.running:
@@ -130,30 +131,33 @@ class Stepping:
             return
         if step not in core.running:
             return
-        opened = await self._call_open(job, group, tokens_T)
+        opened = await self._call_open(job, group, tokens_T, step)
         if step not in core.running:
+            if job.group is not group:
+                core.evict(job.number, group)  # its pages there are nobody's
             return
         if opened.position != position and not job.is_ended:
             raise _JobRefused(job, f"{group.name} opened it at {opened.position}, not at {position}")
         await self._handing_off.start_early(job)
 
-    async def _call_open(self, job: LiveJob, group: Host, tokens_T: np.ndarray) -> OpenOutcome:
+    async def _call_open(self, job: LiveJob, group: Host, tokens_T: np.ndarray, step: int) -> OpenOutcome:
         core = self._core
-        assert group.link is not None
         snapshot = job.row.snapshot if job.row.snapshot_position else None
         num_tries = 0
         while True:
+            assert group.link is not None
             try:
                 return await group.link.call("open_job", job.number, tokens_T, snapshot, deadline_s=OPEN_DEADLINE_S)
             except NoRoom as error:
                 num_tries += 1
-                if num_tries == ROOM_RETRIES or job.is_ended:
+                if num_tries < ROOM_RETRIES:
+                    await asyncio.sleep(ROOM_RETRY_S)  # what is being closed there frees it
+                if num_tries == ROOM_RETRIES or job.is_ended or step not in core.running:
                     raise _JobRefused(job, str(error)) from error
-                await asyncio.sleep(ROOM_RETRY_S)  # what is being closed there frees it
             except LOST:
                 raise
             except UserError as error:
-                if snapshot is not None:  # damaged or gone: the prompt is still there
+                if snapshot is not None and step in core.running:  # damaged or gone: the prompt is still there
                     job.row = core.journal.update(job.number, snapshot=None, snapshot_position=0)
                 raise _JobRefused(job, str(error)) from error
 
@@ -164,9 +168,13 @@ class Stepping:
         slices = tuple(Slice(job=piece.job, start=piece.start, end=piece.end) for piece in decision.slices)
         return await group.link.call("run_step", number, slices, deadline_s=deadline_s)
 
-    async def _snapshot_if_due(self, jobs: list[LiveJob], group: Host, outcome: StepOutcome) -> None:
+    async def _snapshot_if_due(
+        self, decision: StepDecision, jobs: list[LiveJob], group: Host, outcome: StepOutcome
+    ) -> None:
         every_s = self._core.config.scheduler.snapshot_every_s
         for job in jobs:
+            if decision.id not in self._core.running:
+                return  # the group was given up meanwhile, and its jobs with it
             job.stepped_s += outcome.seconds
             if every_s is not None and job.stepped_s - job.snapshot_at_s >= every_s and not job.is_ended:
                 job.snapshot_at_s = job.stepped_s

@@ -6,19 +6,14 @@ import asyncio
 import contextlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longprefill.orchestrator.config import SchedulerSection, ServiceConfig
-from longprefill.orchestrator.controller import handing_off
 from longprefill.orchestrator.controller.contract import Busy
-from longprefill.orchestrator.controller.core import Core
-from longprefill.orchestrator.controller.live import LiveJob
-from longprefill.orchestrator.controller.reports import final_report
-from longprefill.orchestrator.hosts.contract import HandoffOutcome, StaleEpoch
+from longprefill.orchestrator.hosts.contract import StaleEpoch
 from longprefill.orchestrator.job import JobState
 from longprefill.orchestrator.journal.journal import Journal, JournalError, StaleJournal
 
@@ -206,31 +201,6 @@ def test_a_lost_decode_worker_loses_no_token(config: ServiceConfig, cluster: Clu
                 assert ids_of(records, sample) == expected(tokens_T, 60, seed=4, sample=sample)
             view = await ended(service, job)
             assert (view.state, view.num_attempts) == (JobState.DONE, 2)
-
-    run(work())
-
-
-def test_a_decode_worker_that_is_lost_between_hand_off_and_generation_is_replaced(
-    config: ServiceConfig, cluster: ClusterDouble, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens_T, kills = prompt(100), list[str]()
-
-    async def slow_report(core: Core, job: LiveJob, done: HandoffOutcome | None) -> dict[str, Any]:
-        if not kills:
-            kills.append("decode-0")
-            cluster.kill("decode-0")
-            await until(lambda: job.decode is None)
-        return await final_report(core, job, done)
-
-    monkeypatch.setattr(handing_off, "final_report", slow_report)
-
-    async def work() -> None:
-        async with controller(config, cluster) as service:
-            job = (await service.submit(request(5), tokens_T)).job
-            view = await ended(service, job)
-            assert (view.state, view.num_attempts, kills) == (JobState.DONE, 1, ["decode-0"])
-            assert ids_of(await stream(service, job)) == expected(tokens_T, 5)
-            assert cluster.prefilled == {1: 100}
 
     run(work())
 
