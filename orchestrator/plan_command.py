@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from longprefill.orchestrator.outputs import check_outputs
+from longprefill.orchestrator.outputs import check_outputs, writing
 from longprefill.orchestrator.planner.candidate import Candidate, PlanError, PlanRequest
 from longprefill.orchestrator.planner.crossovers import crossovers
 from longprefill.orchestrator.planner.evaluate import Evaluator
@@ -26,6 +26,7 @@ def plan(request: PlanRequest, json_file: Path | None) -> None:
 
     Raises:
         UserError: a wrong request, an unreadable file, or no plan, with what would make one.
+        RunFailed: the JSON could not be written.
     """
     is_printed = json_file is not None and str(json_file) == "-"
     if json_file is not None and not is_printed:
@@ -51,7 +52,8 @@ def plan(request: PlanRequest, json_file: Path | None) -> None:
     if is_printed:
         print_json(rounded(content))
     elif json_file is not None:
-        write_plan(json_file, rounded(content))
+        with writing("--json", json_file):
+            json_file.write_text(json.dumps(rounded(content), indent=1) + "\n", encoding="utf-8")
 
 
 def evaluator_of(config: ModelConfig, request: PlanRequest, cluster: Cluster, num_devices: int | None) -> Evaluator:
@@ -114,18 +116,6 @@ def device_numbers(text: str | None) -> tuple[int, ...]:
     if not all(part.strip().isdecimal() and 0 < int(part) <= 1 << 20 for part in parts):
         raise PlanError(f"--devices {text}: use whole numbers above 0, as in 16,32,64")
     return tuple(int(part) for part in parts)
-
-
-def write_plan(path: Path, content: object) -> None:
-    """The object in a file.
-
-    Raises:
-        PlanError: the file cannot be written.
-    """
-    try:
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"--json {path} cannot be written: {error.strerror}: choose another path") from None
 
 
 def print_json(content: object) -> None:

@@ -102,8 +102,6 @@ class LayerPlace:
 
     exchange: Exchange = "all_gather"
     num_tp: int = 1
-    residual_sources: int = 0
-    """Attention Residuals: sources that the layer's two sites mix together."""
 
 
 def layer_operations(
@@ -120,7 +118,7 @@ def layer_operations(
         rows = layout.row_counts[rank]
         own = -(-rows // place.num_tp)
         route, ffn = _ffn_operations(layer.ffn, model, rows, own)
-        ffn += residual_operations(model, own, place.residual_sources)
+        ffn += residual_operations(model, own, 0)  # sources of Attention Residuals depend on the layer's place
         if isinstance(mixer, KdaShape):
             before, after = _kda_operations(_KdaRank(layout, rank, kda_folds[rank], halos[rank]), mixer, model, place)
             works.append(LayerWork(before=before, after=after, route=route, ffn=ffn))

@@ -106,14 +106,9 @@ def write_profile(path: Path, profile: DeviceProfile) -> None:
     """Writes a profile as JSON, in canonical fields.
 
     Raises:
-        ProfileError: the file cannot be written.
+        OSError: the file cannot be written.
     """
-    content = asdict(profile)
-    content["rates"] = {name: asdict(rate) for name, rate in profile.rates.items()}
-    try:
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ProfileError(f"profile {path} cannot be written: {error.strerror}: choose another path") from None
+    path.write_text(json.dumps(asdict(profile), indent=1) + "\n", encoding="utf-8")
 
 
 def _table(where: str, item: Mapping[str, Any]) -> Table:

@@ -78,10 +78,6 @@ class StepTime:
     """Exchanges that no work hides."""
     host_s: float
 
-    @property
-    def layout_balance(self) -> float:
-        return self.mean_work_s / self.max_work_s if self.max_work_s else 1.0
-
 
 Seconds = defaultdict[str, float]
 """By part."""

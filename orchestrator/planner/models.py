@@ -16,15 +16,14 @@ def shipped_models() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
 
 
-def find_model(name: str, beside: Path | None = None) -> ModelConfig:
-    """The config of a shipped name or of a directory with a config.json, which may lie in the directory `beside`.
+def find_model(name: str) -> ModelConfig:
+    """The config of a shipped name or of a directory with a config.json.
 
     Raises:
         ModelError: neither, with what there is; or a config that no family takes.
     """
-    path = Path(name) if beside is None else beside / name
-    if path.is_dir():
-        return read_config(path)
+    if Path(name).is_dir():
+        return read_config(Path(name))
     if name in shipped_models():
         return config_from(read_object(SHIPPED / f"{name}.json"))
     raise ModelError(f"model {name} is neither a directory with a config.json nor one of {', '.join(shipped_models())}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from longprefill.orchestrator.planner.alternatives import gib
 from longprefill.orchestrator.planner.candidate import Candidate
 from longprefill.orchestrator.planner.evaluate import Evaluator
 from longprefill.partition.layout import PAGE_TOKENS
@@ -34,14 +35,14 @@ def no_memory(evaluator: Evaluator, misfits: list[tuple[Candidate, int]]) -> str
     needed = evaluator.memory(leanest)
     what = (
         f"no mesh of {evaluator.machines.num_devices} device(s) holds {request.tokens} tokens of {request.model}: "
-        f"{leanest.describe()} needs {_gib(needed.total)} a device (weights {_gib(needed.weights)}, cache "
-        f"{_gib(needed.cache)}, step {_gib(needed.step)}), {_gib(memory_bytes)} are there: use "
+        f"{leanest.describe()} needs {gib(needed.total)} a device (weights {gib(needed.weights)}, cache "
+        f"{gib(needed.cache)}, step {gib(needed.step)}), {gib(memory_bytes)} are there: use "
     )
     remedies: list[str] = []
     devices = devices_needed(evaluator, leanest, memory_bytes)
     if devices is not None:
         remedies.append(f"{devices} devices or more of this memory")
-    remedies.append(f"devices with {_gib(needed.total)}")
+    remedies.append(f"devices with {gib(needed.total)}")
     tokens = tokens_possible(evaluator, leanest, memory_bytes)
     if tokens:
         remedies.append(f"--tokens {tokens} or less")
@@ -76,7 +77,3 @@ def tokens_possible(evaluator: Evaluator, leanest: Candidate, memory_bytes: int)
     per_token = needed.cache / evaluator.request.tokens
     room = memory_bytes - fixed
     return max(int(room / per_token) // PAGE_TOKENS * PAGE_TOKENS, 0) if per_token else 0
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.1f} GiB"
