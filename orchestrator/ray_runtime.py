@@ -63,8 +63,7 @@ class LocalRay:
         self._hush()
         for name in QUIET_LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)
-        for name, value in _ray_environment().items():
-            os.environ.setdefault(name, value)  # for good: Ray's C++ part reads them once a process
+        set_ray_environment()
         try:
             with _environment(worker_environment), _own_signal_handlers():
                 ray.init(
@@ -181,13 +180,16 @@ def _log_message(data: Mapping[str, Any], *_: object, **__: object) -> None:
         logger.info("Ray: %s", line)
 
 
-def _ray_environment() -> dict[str, str]:
-    return {
+def set_ray_environment() -> None:
+    """For good: Ray's C++ part reads these once a process, so that a second token would open no door."""
+    variables = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         # with a token given, Ray neither reads nor writes one under HOME, which may not be writable
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
     }
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 def _root() -> Path:

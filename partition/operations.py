@@ -159,6 +159,12 @@ def edge_operations(layout: Layout, model: ModelShape, num_tp: int, num_ending: 
     )
 
 
+def fold_operation(kda: KdaShape, num_folds: int) -> Operation:
+    """States through transitions: one fold is one value head's product M S."""
+    num_bytes = num_folds * 4 * kda.key_dim * (kda.key_dim + 2 * kda.value_dim)
+    return Operation("kda.fold", 0, 0, num_folds, num_folds * 2 * kda.key_dim * kda.key_dim * kda.value_dim, num_bytes)
+
+
 def _plain(shape: object) -> dict[str, int | str]:
     """The integer fields of a shape."""
     values = {item.name: getattr(shape, item.name) for item in fields(shape)}  # pyright: ignore[reportArgumentType]
@@ -217,10 +223,8 @@ def _kda_operations(
         *scanned("kda.scan", first, scan_flops, scan_bytes),
         *scanned("kda.summary", middle, summary_flops, scan_bytes),
     ]
-    fold_bytes = num_folds * 4 * (kda.key_dim * kda.key_dim + 2 * kda.key_dim * kda.value_dim)
-    fold_flops = num_folds * 2 * kda.key_dim * kda.key_dim * kda.value_dim
     after = [
-        *([Operation("kda.fold", 0, 0, num_folds, fold_flops, fold_bytes)] if num_folds else []),
+        *([fold_operation(kda, num_folds)] if num_folds else []),
         *scanned("kda.scan", later, scan_flops, scan_bytes),
         Operation("kda.output", rows, 0, 1, rows * output, _gemm_bytes(rows, value_width, hidden, element)),
     ]

@@ -57,6 +57,13 @@ def one_torch_thread() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def floats_stay_floats() -> Iterator[None]:
+    """A test that leaves its thread flushing denormals to zero would turn others red, far away from it."""
+    yield
+    assert sys.float_info.min / 2 > 0.0, "the test left denormals flushed: workers.device.flushed_denormals undoes it"
+
+
 def bare_modules() -> list[str]:
     """Modules of this checkout that were imported without `longprefill.` in front: second copies with own globals."""
     found = []

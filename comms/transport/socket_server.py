@@ -109,16 +109,16 @@ class PoolServer:
             thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
-        wire = Wire(connection, is_wanted=lambda: not self._is_closing.is_set())
         try:
+            wire = Wire(connection, is_wanted=lambda: not self._is_closing.is_set())
             with contextlib.closing(attach_pool(self._pool.address())) as pool:
                 receiver = self._greet(wire, pool)
                 if receiver is not None:
                     receiver.run(self._is_closing)
-        except TransportError as error:
+        except (TransportError, OSError) as error:
             logger.info("a connection ended: %s", error)
         finally:
-            wire.close()
+            connection.close()
             self._serving.pop(threading.current_thread(), None)
             self._connections.release()
 

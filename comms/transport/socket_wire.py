@@ -100,6 +100,7 @@ class Wire:
         self.socket.close()
 
     def _await(self, deadline_s: float, *, is_write: bool) -> None:
+        poll = select.poll()  # select() takes no descriptor above 1023, which a busy server comes to
         while True:
             if not self._is_wanted():
                 raise ConnectionLost("the connection is not wanted any more")
@@ -107,8 +108,8 @@ class Wire:
             if remaining <= 0:
                 raise ConnectionLost("the other side did not answer before the deadline")
             try:
-                waiting = ([], [self.socket], []) if is_write else ([self.socket], [], [])
-                if any(select.select(*waiting, min(remaining, LOOK_S))):
+                poll.register(self.socket, select.POLLOUT if is_write else select.POLLIN)
+                if poll.poll(1000 * min(remaining, LOOK_S)):
                     return
             except (OSError, ValueError):  # closed by another thread
                 raise ConnectionLost("the connection was closed") from None

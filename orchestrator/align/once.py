@@ -75,8 +75,8 @@ def align_once(
         base, effects = None, []
         if not numbers.is_exact:
             rank = SingleRank(request.model, numbers)
-            base = rank.run(tokens, expected.record)
             effects = measure_paths(rank, numbers, tokens)
+            base = rank.run(tokens, expected.record)
     with console.status(f"{settings['cp']} x {settings['tp']} ranks"), cluster:
         actual = observe_mesh(
             cluster,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -62,18 +63,13 @@ class _Answer:
             "created": int(time.time()),
             "model": model.name,
         }
-        num_samples = generation.num_choices // len(generation.jobs)
-        self._echoes = [
-            model.text_of(tokens_T) if parameters.echo else ""
-            for tokens_T in generation.prompts
-            for _ in range(num_samples)
-        ]
-        self._lengths = [len(echo) for echo in self._echoes]
+        self._lengths = [0] * generation.num_choices
+        """Characters so far, for the offsets beside log-probabilities, which do not come with an echo."""
 
     async def whole(self) -> dict[str, Any]:
         records, usage = await self._generation.collect()
         choices = []
-        for number, (echo, own) in enumerate(zip(self._echoes, records, strict=True)):
+        for number, (echo, own) in enumerate(zip(await self._echoes(), records, strict=True)):
             text = "".join(record.text for record in own)
             finish_reason = (own[-1].finish_reason if own else None) or "length"
             choices.append(self._choice(number, echo + text, own, finish_reason))
@@ -82,7 +78,7 @@ class _Answer:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         num_tokens = 0
         try:
-            for number, echo in enumerate(self._echoes):
+            for number, echo in enumerate(await self._echoes()):
                 if echo:
                     yield self._chunk(self._choice(number, echo, [], None))
             seen: set[int] = set()
@@ -101,6 +97,15 @@ class _Answer:
         except ApiError as error:
             self._generation.abandon(always=isinstance(error, JobFailed))
             yield event(error.body)
+
+    async def _echoes(self) -> list[str]:
+        """What comes before each choice. The text of a long prompt takes a while: it is made beside the event loop."""
+        prompts = self._generation.prompts
+        num_samples = self._generation.num_choices // len(prompts)
+        if not self._parameters.echo:
+            return [""] * self._generation.num_choices
+        texts = await asyncio.to_thread(lambda: [self._model.text_of(tokens_T) for tokens_T in prompts])
+        return [text for text in texts for _ in range(num_samples)]
 
     def _says_something(self, piece: Piece) -> bool:
         record = piece.record

@@ -10,22 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 
-def cpu_name() -> str:
-    """The processor, as its kernel names it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def memory_bytes() -> int:
-    """Memory of the whole machine."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError("/proc/meminfo has no MemTotal line")
-
-
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
@@ -41,7 +25,7 @@ def commit() -> str | None:
             timeout=10,
             check=False,
         )
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return None
     return found.stdout.strip() or None
 
@@ -50,14 +34,15 @@ def describe() -> dict[str, object]:
     """Date, machine, load, versions and commit."""
     from longprefill.kernels.backends import chosen
     from longprefill.kernels.native.library import active_isa
+    from longprefill.workers import device as devices
 
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": {
-            "cpu": cpu_name(),
+            "cpu": devices.model_name("cpu", 1),
             "cores": num_cores(),
-            "memory_bytes": memory_bytes(),
+            "memory_bytes": devices.memory(devices.resolve_device("cpu")).total_bytes,
             "isa": active_isa(),
             "kernels": chosen("cpu"),
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import Counter
@@ -13,15 +14,16 @@ from longprefill.orchestrator.calibrate.pair import NUM_WORKERS, Pair
 from longprefill.orchestrator.calibrate.reduced import reduced
 from longprefill.orchestrator.calibrate.samples import BenchSpec, StepSample, TimedStep
 from longprefill.orchestrator.calibrate.schedule import GRID_TOKENS, STEP_TOKENS, timed_steps
-from longprefill.orchestrator.calibrate.tables import Point, shape_key, step_points, tables
+from longprefill.orchestrator.calibrate.tables import SHORTEST_S, Point, shape_key, step_points, tables
 from longprefill.orchestrator.costs.profile import DeviceProfile, Link, Overheads
 from longprefill.orchestrator.plan import ClusterSettings
 from longprefill.orchestrator.shapes import model_shape
 from longprefill.partition.generators import generate
 from longprefill.partition.layout import Layout, Slice
-from longprefill.partition.operations import Operation, edge_operations, residual_operations
+from longprefill.partition.operations import Operation, edge_operations, fold_operation, residual_operations
 from longprefill.partition.shapes import KdaShape, ModelShape
 from longprefill.partition.work import attn_res_sources, step_flops
+from longprefill.workers import device as devices
 from longprefill.workers.model.config import KdaConfig, ModelConfig
 
 LINK_BYTES = tuple(1 << bits for bits in (10, 14, 17, 20, 22, 24))
@@ -72,7 +74,7 @@ def measure(
     boundary_s: list[float] = []
     stretches: list[float] = []
     rounds: dict[str, int] = {}
-    load = machine.describe()["load"]
+    load = list(os.getloadavg())
     with Pair() as pair:
         done = 0.0
         for subject, share in zip(subjects, _shares(subjects), strict=True):
@@ -101,7 +103,7 @@ def measure(
     return DeviceProfile(
         name=name,
         source="measured by longprefill bench --calibrate, inside the engine",
-        memory_bytes=machine.memory_bytes() // machine.num_cores(),
+        memory_bytes=devices.memory(devices.resolve_device("cpu")).total_bytes // machine.num_cores(),
         tables=tables(points),
         links=links,
         overheads=overheads,
@@ -192,7 +194,7 @@ class _ModelBench:
                 self.points.append(Point(head, head_key, copies, seconds))
             for layer, shape in zip(self._config.layers, self._shape.layers, strict=True):
                 if isinstance(layer.mixer, KdaConfig) and isinstance(shape.mixer, KdaShape):
-                    fold = _fold_operation(shape.mixer)
+                    fold = fold_operation(shape.mixer, NUM_FOLDS * shape.mixer.num_value_heads)
                     for seconds in self.pair.ask("fold_s", layer, NUM_FOLDS, copies=copies):
                         self.points.append(Point(fold, shape_key("kda.fold", shape, self._shape), copies, seconds))
             if self.subject.config.residual is not None:
@@ -200,17 +202,11 @@ class _ModelBench:
                     operation = _residual_operation(self._full, rows)
                     key = shape_key("residual", self._full.layers[0], self._full)
                     for seconds in self.pair.ask("residual_s", rows, copies=copies):
-                        self.points.append(Point(operation, key, copies, max(seconds, 1e-7)))
+                        self.points.append(Point(operation, key, copies, max(seconds, SHORTEST_S)))
 
 
 def _one_token() -> Layout:
     return generate("contiguous", [Slice(job=0, start=0, end=1)], 1)
-
-
-def _fold_operation(kda: KdaShape) -> Operation:
-    count = NUM_FOLDS * kda.num_value_heads
-    flops = count * 2 * kda.key_dim * kda.key_dim * kda.value_dim
-    return Operation("kda.fold", 0, 0, count, flops, count * 4 * kda.key_dim * (kda.key_dim + 2 * kda.value_dim))
 
 
 def _residual_operation(model: ModelShape, rows: int) -> Operation:
@@ -219,12 +215,7 @@ def _residual_operation(model: ModelShape, rows: int) -> Operation:
     if model.attn_res_block is not None:
         return residual_operations(model, rows, attn_res_sources(num_layers, model.attn_res_block))[-1]
     layer = residual_operations(model, rows, 0)[-1]
-    return _repeated(layer, num_layers)
-
-
-def _repeated(operation: Operation, repeats: int) -> Operation:
-    """The same operation several times, as one."""
-    return operation._replace(flops=repeats * operation.flops, num_bytes=repeats * operation.num_bytes)
+    return layer._replace(flops=num_layers * layer.flops, num_bytes=num_layers * layer.num_bytes)
 
 
 def _links(pair: Pair) -> tuple[Link, ...]:

@@ -11,13 +11,13 @@ from ray.exceptions import GetTimeoutError, RayError
 from longprefill.comms.transport.base import PoolAddress
 from longprefill.orchestrator.handoff import HANDOFF_TIMEOUT_S
 from longprefill.orchestrator.hosts.actors import cause_of, find_host
-from longprefill.orchestrator.hosts.contract import HandoffFailed, HandoffRequest, Reservation
+from longprefill.orchestrator.hosts.contract import HandoffFailed, HandoffRequest, NoRoom, Reservation, StaleEpoch
 from longprefill.partition.errors import UserError
 from longprefill.workers.handoff.parts import HandoffTarget
 
 
 class RemoteDecode:
-    """A `DecodeSide`. All methods raise HandoffFailed when the host is gone or silent, and its refusals.
+    """A `DecodeSide`. All methods raise NoRoom and StaleEpoch as the host does, and HandoffFailed for everything else.
 
     Raises:
         HandoffFailed: there is no host of this name.
@@ -66,8 +66,10 @@ class RemoteDecode:
             raise HandoffFailed(f"{self._name} did not answer within {HANDOFF_TIMEOUT_S:.0f} s") from None
         except RayError as error:
             cause = cause_of(error)
-            if isinstance(cause, UserError):
+            if isinstance(cause, NoRoom | StaleEpoch):
                 raise cause from None
+            if isinstance(cause, UserError):
+                raise HandoffFailed(str(cause)) from None  # NotReady, say: of that host, not of the one that asks
             lines = str(cause).splitlines() or [type(cause).__name__]
             what = "is gone" if cause is error else "failed"
             raise HandoffFailed(f"{self._name} {what}: {lines[0]}") from None

@@ -258,7 +258,7 @@ def judge(document: Document, answers: list[str], length: int, depths: int) -> l
         judged.append(
             Asked(
                 length=length,
-                task="absent" if question.is_absent else question.kind,
+                task=question.task,
                 depth=depth,
                 gap=gap,
                 name=question.name,

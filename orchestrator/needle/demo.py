@@ -39,7 +39,7 @@ NUM_ABSENT = 6
 class Answered:
     cut: int
     """Where the fact's document is cut over ranks or steps; -1: nothing to find."""
-    kind: str
+    task: str
     question: str
     expected: str
     answer: str
@@ -98,7 +98,7 @@ def show_document(model: Path, *, num_tokens: int, settings: dict[str, Any], jso
     answered = _judged(document, answers, cuts)
     if json_file is not None:
         rows = [
-            {"cut": one.cut, "kind": one.kind, "question": one.question, "expected": one.expected,
+            {"cut": one.cut, "kind": one.task, "question": one.question, "expected": one.expected,
              "answer": one.answer, "right": one.is_right} for one in answered
         ]  # fmt: skip
         with writing("--json", json_file):
@@ -157,7 +157,7 @@ def _judged(document: Document, answers: list[str], cuts: list[int]) -> list[Ans
         answered.append(
             Answered(
                 cut=cuts[number] if number < len(cuts) else -1,
-                kind="absent" if question.is_absent else question.kind,
+                task=question.task,
                 question=question.text.strip(),
                 expected=question.answer,
                 answer=answer.strip(),
@@ -174,5 +174,5 @@ def _table(answered: list[Answered]) -> Table:
     table.add_column("")
     for one in answered:
         verdict = "right" if one.is_right else f"wrong: {one.expected}"
-        table.add_row("-" if one.cut < 0 else f"{one.cut:,}", one.kind, one.question, one.answer, verdict)
+        table.add_row("-" if one.cut < 0 else f"{one.cut:,}", one.task, one.question, one.answer, verdict)
     return table

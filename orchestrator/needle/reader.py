@@ -34,7 +34,6 @@ class Reader:
     def __init__(self, settings: ClusterSettings, *, max_tokens: int, longest_question: int) -> None:
         """Loads the model and makes room for a document of `max_tokens` and questions side by side."""
         devices.configure_threads(settings.threads_per_rank)
-        torch.set_flush_denormal(True)
         directory = settings.model_dir
         self._config = read_config(directory)
         self._dtype = TORCH_DTYPES[settings.dtype]
@@ -60,11 +59,12 @@ class Reader:
         header = read_header(str(snapshot), self._identity)
         table = tuple(range(-(-header.position // PAGE_TOKENS)))
         state = restore(str(snapshot), self._config, self._dtype, JobCache(self._pool, table))
-        return answer(
-            self._rank,
-            Prefilled(state=state, table=table),
-            questions,
-            spare_pages=self._spare,
-            max_new_tokens=MAX_NEW_TOKENS,
-            stop_token_ids=self._config.eos_token_ids,
-        )
+        with devices.flushed_denormals():
+            return answer(
+                self._rank,
+                Prefilled(state=state, table=table),
+                questions,
+                spare_pages=self._spare,
+                max_new_tokens=MAX_NEW_TOKENS,
+                stop_token_ids=self._config.eos_token_ids,
+            )

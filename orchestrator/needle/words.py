@@ -19,10 +19,6 @@ ONSETS = ("b", "br", "c", "ch", "d", "dr", "f", "fl", "g", "gr", "h", "j", "k", 
 VOWELS = ("a", "e", "i", "o", "u", "a", "e", "i", "o", "u", "ai", "ea", "ou", "y")
 CODAS = ("", "", "", "", "n", "r", "l", "s", "m", "t", "ck", "nd", "x")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-KNOWN_NAMES = ("alice", "bernard", "carlos", "deborah", "edward", "fatima", "gregory", "heather", "ingrid", "joseph",
-               "katherine", "leonard", "montgomery", "nicholas", "olivia", "patricia", "quentin", "rebecca", "stephen",
-               "theodore", "ursula", "victoria", "wilhelm", "xavier", "yolanda", "zachary")  # fmt: skip
-"""Never drawn in training, except by chance."""
 NOUNS = (
     "pass key",
     "key",
@@ -102,6 +98,11 @@ class Question:
     def is_absent(self) -> bool:
         """The name asked about has no fact."""
         return self.answer == UNKNOWN
+
+    @property
+    def task(self) -> str:
+        """plain, section or absent."""
+        return "absent" if self.is_absent else self.kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

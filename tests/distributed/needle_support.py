@@ -114,10 +114,10 @@ def right(document: Document, answers: Sequence[str], kind: str) -> set[int]:
     return {
         number
         for number, (question, text) in enumerate(zip(questions_of(document), answers, strict=True))
-        if kind == ("absent" if question.is_absent else question.kind) and text == question.answer
+        if question.task == kind and text == question.answer
     }
 
 
 def count(document: Document, kind: str) -> int:
     """Questions of a kind."""
-    return sum(kind == ("absent" if one.is_absent else one.kind) for one in questions_of(document))
+    return sum(one.task == kind for one in questions_of(document))

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 from longprefill.orchestrator.config import DecodePool, ModelSection, PrefillPool, ServiceConfig, ServiceSection
 from longprefill.orchestrator.controller.actor import create_controller
 from longprefill.orchestrator.job import JobRequest, JobState
-from longprefill.orchestrator.ray_runtime import worker_environment
+from longprefill.orchestrator.ray_runtime import set_ray_environment, worker_environment
 
 from .support.models import make_model, random_tokens
 
@@ -35,8 +35,7 @@ class Nodes:
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     for name, value in worker_environment(1).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 2)
+    set_ray_environment()
     small = {"object_store_memory": 80 << 20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "resources": {"near": 3}, **small})
     try:

@@ -39,11 +39,19 @@ def test_the_guide_names_every_key(title: str) -> None:
     assert keys - {field.name for field in fields(SECTIONS[title])} == set(), "a key that there is not"
 
 
-def test_the_guide_links_to_what_there_is() -> None:
-    text = GUIDE.read_text(encoding="utf-8")
+@pytest.mark.parametrize(("document", "least"), [(GUIDE, 10), (GUIDE.with_name("service.md"), 2)])
+def test_the_guides_link_to_what_there_is(document: Path, least: int) -> None:
+    text = document.read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    assert len(links) > 10
-    assert [link for link in links if not (GUIDE.parent / link).exists()] == []
+    assert len(links) >= least
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_files_that_are_named_exist() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in (GUIDE, REPOSITORY / "SECURITY.md"))
+    named = re.findall(r"`((?:deploy|docs|examples|orchestrator|scripts|tests)/[\w./-]+)`", text)
+    assert len(named) >= 3
+    assert [name for name in named if not (REPOSITORY / name).exists()] == []
 
 
 def nodes(manifest: dict[str, Any]) -> list[dict[str, float]]:

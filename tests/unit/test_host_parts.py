@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import pickle
+import re
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.exceptions import RayTaskError
 
 from longprefill.orchestrator.errors import RunFailed
-from longprefill.orchestrator.hosts.contract import NoRoom, NotReady, StaleEpoch
+from longprefill.orchestrator.hosts import remote_decode
+from longprefill.orchestrator.hosts.contract import HandoffFailed, NoRoom, NotReady, StaleEpoch
 from longprefill.orchestrator.hosts.fence import Condition, Fence
 from longprefill.orchestrator.hosts.once import Once
 from longprefill.partition.errors import UserError
@@ -62,6 +66,32 @@ def test_refusals_cross_processes_whole() -> None:
 
 
 # ---- once ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (NoRoom("full", 3, 2, 1), NoRoom),
+        (StaleEpoch("epoch 1 is over"), StaleEpoch),
+        (NotReady("decode-0 is failed: no memory"), HandoffFailed),
+        (UserError("job 1 was handed over already: release it first"), HandoffFailed),
+        (ZeroDivisionError("division by zero"), HandoffFailed),
+    ],
+)
+def test_trouble_of_a_decode_host_is_not_its_senders(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, told: type[Exception]
+) -> None:
+    """NotReady of the decode host would tell the controller that the prefill group is lost."""
+
+    def get(_: object, timeout: float) -> None:
+        raise RayTaskError("link", "", raised)
+
+    handle = SimpleNamespace(link=SimpleNamespace(remote=lambda epoch: epoch))
+    monkeypatch.setattr(remote_decode, "find_host", lambda name: handle)
+    monkeypatch.setattr(remote_decode, "ray", SimpleNamespace(get=get))
+    with pytest.raises(told, match=re.escape(str(raised))) as found:
+        remote_decode.RemoteDecode("decode-0", lambda: 1).link()
+    assert type(found.value) is told
 
 
 def test_a_command_runs_once_however_often_it_is_asked_for() -> None:

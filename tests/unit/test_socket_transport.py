@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
 import os
+import resource
 import socket
 import struct
 import threading
@@ -223,3 +225,18 @@ def test_a_server_that_ends_fails_what_is_under_way(server: PoolServer, transpor
 def test_an_address_that_is_not_ours_cannot_be_listened_at(pool: Pool) -> None:
     with pytest.raises(TransportError, match="cannot listen on"):
         PoolServer(pool, "192.0.2.1")
+
+
+def test_descriptors_beyond_the_thousandth_work(server: PoolServer) -> None:
+    """A server of many connections has them; select() would not take them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        with socket.create_connection((server.host, server.port), timeout=DEADLINE_S) as low:
+            high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1500)
+        wire = Wire(socket.socket(fileno=high))
+        assert wire.receive(len(MAGIC), time.monotonic() + DEADLINE_S) == MAGIC
+        wire.send(bytes(HELLO.size), time.monotonic() + DEADLINE_S)
+        wire.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
