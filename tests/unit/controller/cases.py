@@ -18,7 +18,8 @@ from longprefill.orchestrator.controller.service import ControllerService
 from longprefill.orchestrator.job import JobRequest, JobView, TokenRecord
 from longprefill.workers.model.sizes import RAW_CONFIGS
 
-from .host_doubles import ClusterDouble, token_at
+from .cluster_double import ClusterDouble
+from .decode_double import token_at
 
 DEADLINE_S = 30.0
 

@@ -16,35 +16,18 @@ from longprefill.orchestrator.job import JobState
 from longprefill.partition.errors import PromptError, UserError
 from longprefill.workers.model.tokenizer import Tokenizer
 
-from .controller_cases import (
+from .cases import (
     controller,
     ended,
     expected,
     ids_of,
-    make_config,
-    make_model,
     prompt,
     request,
     run,
     stream,
     until,
 )
-from .host_doubles import ClusterDouble
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def config(model: Path, tmp_path: Path) -> ServiceConfig:
-    return make_config(model, tmp_path / "state", trace=True)
-
-
-@pytest.fixture
-def cluster() -> ClusterDouble:
-    return ClusterDouble()
+from .cluster_double import ClusterDouble
 
 
 def test_a_job_goes_through_its_states(config: ServiceConfig, cluster: ClusterDouble, model: Path) -> None:

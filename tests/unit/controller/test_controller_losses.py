@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,35 +16,19 @@ from longprefill.orchestrator.controller.reports import final_report
 from longprefill.orchestrator.hosts.contract import HandoffOutcome, OpenOutcome
 from longprefill.orchestrator.job import JobState
 
-from .controller_cases import (
+from .cases import (
     controller,
     ended,
     expected,
     ids_of,
-    make_config,
-    make_model,
     prompt,
     request,
     run,
     stream,
     until,
 )
-from .host_doubles import ClusterDouble, PrefillDouble
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def config(model: Path, tmp_path: Path) -> ServiceConfig:
-    return make_config(model, tmp_path / "state")
-
-
-@pytest.fixture
-def cluster() -> ClusterDouble:
-    return ClusterDouble()
+from .cluster_double import ClusterDouble
+from .prefill_double import PrefillDouble
 
 
 def test_a_decode_worker_that_is_lost_between_hand_off_and_generation_is_replaced(

@@ -17,35 +17,20 @@ from longprefill.orchestrator.hosts.contract import StaleEpoch
 from longprefill.orchestrator.job import JobState
 from longprefill.orchestrator.journal.journal import Journal, JournalError, StaleJournal
 
-from .controller_cases import (
+from .cases import (
     controller,
     ended,
     expected,
     ids_of,
     make_config,
-    make_model,
     prompt,
     request,
     run,
     stream,
     until,
 )
-from .host_doubles import ClusterDouble, PrefillDouble
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def config(model: Path, tmp_path: Path) -> ServiceConfig:
-    return make_config(model, tmp_path / "state")
-
-
-@pytest.fixture
-def cluster() -> ClusterDouble:
-    return ClusterDouble()
+from .cluster_double import ClusterDouble
+from .prefill_double import PrefillDouble
 
 
 @pytest.mark.parametrize("moment", ["queued", "prefilling", "generating"])

@@ -11,9 +11,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from hypothesis import strategies as st
 from longprefill.comms.checksum import checksum_bytes
 from longprefill.comms.transport import socket_transport
 from longprefill.comms.transport.base import Copy, Endpoint, PoolAddress, TransferState, TransportError
-from longprefill.comms.transport.holder import Pool, create_pool
+from longprefill.comms.transport.holder import Pool
 from longprefill.comms.transport.socket_server import PoolServer
 from longprefill.comms.transport.socket_transport import SocketTransport
 from longprefill.comms.transport.socket_wire import (
@@ -47,11 +46,8 @@ WHOLE = Copy(source=0, target=0, num_bytes=SIZE)
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Pool]:
-    made = create_pool(SIZE, label="test", directory=tmp_path)
-    yield made
-    made.close()
-    made.unlink()
+def pool(make_pool: Callable[..., Pool]) -> Pool:
+    return make_pool(SIZE)
 
 
 @pytest.fixture
