@@ -147,7 +147,7 @@ def memory(device: torch.device) -> Memory:
 def flushed_denormals() -> Iterator[None]:
     """Denormals are zeros in this thread while the block runs: decays underflow through them, and they are slow.
 
-    For callers in a process that is not theirs: afterwards the thread's floats are what they were.
+    Afterwards the thread's floats are what they were: the mode is the caller's, and he may be in a process not his own.
     """
     was_flushing = sys.float_info.min / 2 == 0.0
     torch.set_flush_denormal(True)

@@ -112,7 +112,6 @@ class Worker:
     def _start(self, spec: WorkerSpec) -> WorkerInfo:
         started = time.perf_counter()
         devices.configure_threads(spec.num_threads)
-        torch.set_flush_denormal(True)  # decays underflow through denormals, which are slow and count for nothing
         self._spec = spec
         self._device = devices.resolve_device(spec.device)
         devices.set_current(self._device)

@@ -18,6 +18,7 @@ from longprefill.partition.generators import LayoutKind, generate
 from longprefill.partition.layout import Layout, Slice
 from longprefill.workers.cache.pages import CachePool, JobCache
 from longprefill.workers.cache.states import BoundaryState, kda_bytes, merge_states, pool_tail_bytes, shard_state
+from longprefill.workers.device import flushed_denormals
 from longprefill.workers.mesh import Mesh
 from longprefill.workers.model.config import ModelConfig
 from longprefill.workers.model.layers.context import Choices, JobStep, StepContext
@@ -150,6 +151,7 @@ class PrefillRank:
         """With `keep_unpooled_keys`: index keys before pooling that this rank computed."""
         return self._jobs[job].unpooled_keys
 
+    @flushed_denormals()
     @torch.inference_mode()
     def run_step(self, plan: StepPlan) -> StepResult:
         """Runs all layers over this rank's share of the step and replicates the new boundary states.

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import ray
-import torch
 
 from longprefill.comms.transport.base import PoolAddress, TransportError
 from longprefill.comms.transport.holder import CHANNELS
@@ -221,9 +220,8 @@ class DecodeHost:
         self._condition.set("ready")
 
     def _prepare_thread(self) -> None:
-        # both are a thread's own: without them denormals are slow, and the thread takes every core
+        # a thread's own: without it this one takes every core
         devices.configure_threads(self.settings.cluster.threads_per_rank)
-        torch.set_flush_denormal(True)
 
     # ---- in the decoding thread ---------------------------------------------------------------------------------
 

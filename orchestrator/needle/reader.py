@@ -59,12 +59,11 @@ class Reader:
         header = read_header(str(snapshot), self._identity)
         table = tuple(range(-(-header.position // PAGE_TOKENS)))
         state = restore(str(snapshot), self._config, self._dtype, JobCache(self._pool, table))
-        with devices.flushed_denormals():
-            return answer(
-                self._rank,
-                Prefilled(state=state, table=table),
-                questions,
-                spare_pages=self._spare,
-                max_new_tokens=MAX_NEW_TOKENS,
-                stop_token_ids=self._config.eos_token_ids,
-            )
+        return answer(
+            self._rank,
+            Prefilled(state=state, table=table),
+            questions,
+            spare_pages=self._spare,
+            max_new_tokens=MAX_NEW_TOKENS,
+            stop_token_ids=self._config.eos_token_ids,
+        )

@@ -1,0 +1,1 @@
+"""What chaos_service and overload_service share."""
