@@ -100,6 +100,7 @@ class DecodeBatch:
         committed = job.committed
         if len(request.samples) > committed.num_samples:
             raise UserError(f"job {request.job}: {len(request.samples)} samples, reserved were {committed.num_samples}")
+        samples: dict[int, _Sample] = {}
         for continuation, start in enumerate(request.samples):
             num_new = request.max_new_tokens - start.num_generated + len(start.forced)
             if num_new > committed.max_new_tokens:
@@ -107,7 +108,7 @@ class DecodeBatch:
                     f"job {request.job}: sample {start.sample} may add {num_new} tokens, reserved were "
                     f"{committed.max_new_tokens}"
                 )
-            job.samples[start.sample] = _Sample(
+            samples[start.sample] = _Sample(
                 job=request.job,
                 sample=start.sample,
                 continuation=continuation,
@@ -123,7 +124,8 @@ class DecodeBatch:
                 num_generated=start.num_generated,
                 to_run=deque(start.forced),
             )
-        self._waiting.extend(job.samples.values())
+        job.samples = samples
+        self._waiting.extend(samples.values())
 
     def iterate(self) -> list[News]:
         """Samples a token of every running sample whose last one has run, then runs one step; what came of it."""

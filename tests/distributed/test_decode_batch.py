@@ -264,6 +264,16 @@ def test_more_than_was_reserved_is_refused(engine: Engine) -> None:
     assert len(decoding.run()) == NUM_NEW
 
 
+def test_a_request_whose_last_sample_is_refused_leaves_nothing(engine: Engine) -> None:
+    decoding = Decoding(engine, (64,), num_samples=2)
+    starts = (SampleStart(sample=0, num_generated=NUM_NEW), SampleStart(sample=1))
+    with pytest.raises(UserError, match=f"sample 1 may add {NUM_NEW + 1} tokens"):
+        decoding.batch.generate(request(0, starts=starts, max_new_tokens=NUM_NEW + 1))
+    assert decoding.batch.progress(0) == ()
+    decoding.batch.drop(0)
+    assert not decoding.batch.has_work
+
+
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 640])
 @pytest.mark.parametrize("num_samples", [1, 2, 5])
 def test_pages_of_continuations(num_tokens: int, num_samples: int) -> None:
