@@ -15,6 +15,7 @@ from longprefill.orchestrator.api.parameters import Generation as Parameters
 from longprefill.orchestrator.api.parameters import Prompt
 from longprefill.orchestrator.api.service import Service, sampling_seed
 from longprefill.orchestrator.api.streams import HEARTBEAT_S
+from longprefill.orchestrator.controller.contract import Busy
 from longprefill.orchestrator.job import JobRequest, JobState, TokenRecord
 from longprefill.partition.errors import UserError
 
@@ -62,7 +63,7 @@ class Generation:
         return sum(tokens_T.size for tokens_T in self.prompts)
 
     async def submit(self, prompts: Sequence[Prompt], parameters: Parameters, wanted: Wanted, key: str | None) -> None:
-        """All of the prompts, or none.
+        """All of the prompts, or none. A client with a key that may ask again finds there what has begun.
 
         Raises:
             ApiError: as the controller refuses one of them.
@@ -71,6 +72,7 @@ class Generation:
         async with service.reader.slots:
             self.prompts = await asyncio.to_thread(lambda: [service.model.tokens_of(prompt) for prompt in prompts])
         temperature = 1.0 if parameters.temperature is None else parameters.temperature
+        earlier: set[str] = set()  # other requests with this key may wait for them
         try:
             requests = [
                 JobRequest(
@@ -95,8 +97,14 @@ class Generation:
                 submission = await service.controller.submit(request, tokens_T)
                 self.jobs.append(submission.job)
                 self._open.add(submission.job)
+                if not submission.is_new:
+                    earlier.add(submission.job)
         except BaseException as error:
-            self.abandon(always=True)
+            if key is None:
+                self.abandon(always=True)
+            elif isinstance(error, UserError) and not isinstance(error, Busy):  # asked again it is refused again
+                self._open -= earlier
+                self.abandon(always=True)
             if isinstance(error, UserError):
                 raise as_api_error(error) from None
             raise

@@ -302,6 +302,39 @@ def test_one_refused_prompt_takes_the_others_back(directory: Path) -> None:
     run(directory, scenario)
 
 
+def test_a_full_queue_takes_nothing_back_from_a_client_that_asks_again(directory: Path) -> None:
+    async def scenario(api: Api) -> None:
+        api.controller.max_jobs = 1
+        api.controller.pace = asyncio.Semaphore(0)
+        asked: dict[str, Any] = {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 2}
+        key = {"idempotency-key": "k"}
+        assert (await api.post("/v1/completions", asked, headers=key)).status_code == 429
+        await until(lambda: not api.app.state.service.leftovers)
+        api.controller.max_jobs = 2
+        for _ in range(4):
+            api.controller.pace.release()
+        again = await api.post("/v1/completions", asked, headers=key)
+        assert (again.status_code, len(api.controller.jobs)) == (200, 2)
+
+    run(directory, scenario)
+
+
+def test_a_key_that_is_used_for_something_else_costs_its_request_nothing(directory: Path) -> None:
+    async def scenario(api: Api) -> None:
+        api.controller.pace = asyncio.Semaphore(0)
+        asked: dict[str, Any] = {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 2}
+        key = {"idempotency-key": "k"}
+        asking = asyncio.create_task(api.post("/v1/completions", asked, headers=key))
+        await until(lambda: len(api.controller.jobs) == 2)
+        other = await api.post("/v1/completions", asked | {"prompt": ["a", "c"]}, headers=key)
+        assert (other.status_code, other.json()["error"]["code"]) == (409, "conflict")
+        for _ in range(4):
+            api.controller.pace.release()
+        assert (await asking).status_code == 200
+
+    run(directory, scenario)
+
+
 TEMPLATES = {
     "{{ raise_exception('no system prompt') }}": "no system prompt",
     "{{ messages[0].content.nothing.more }}": "nothing",
