@@ -89,7 +89,7 @@ class DecodeHost:
 
     @served_by("commands")
     def start(self, epoch: int) -> None:
-        self._fence.check(epoch)
+        self._check(epoch)
         with self._starting:
             if self._starter is None:
                 self._starter = threading.Thread(target=self._start, name="starter", daemon=True)

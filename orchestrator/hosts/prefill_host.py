@@ -62,6 +62,7 @@ class _Transfer:
     request: HandoffRequest
     transfer_id: str
     handoff: Handoff | None = None
+    """None until it is open."""
     side: RemoteDecode | None = None
 
     def release(self) -> None:
@@ -216,14 +217,15 @@ class PrefillHost:
         try:
             self._ensure_link(epoch, request.decode)
             transfer.side = RemoteDecode(request.decode, self._epoch, request=request, num_tokens=num_tokens)
-            transfer.handoff = Handoff(
+            handoff = Handoff(
                 group,
                 transfer.side,
                 job=job,
                 transfer_id=transfer.transfer_id,
                 exclusive=functools.partial(self._using_transfer, transfer),
             )
-            transfer.handoff.open()
+            handoff.open()
+            transfer.handoff = handoff
         except BaseException:
             self._drop_transfer(job, transfer)
             transfer.release()
@@ -234,7 +236,7 @@ class PrefillHost:
         with self._using_group(epoch, job) as group:
             transfer = self._transfers.get(job)
             if transfer is None or transfer.handoff is None:
-                raise UserError(f"job {job} is not being handed over: start_handoff first")
+                raise HandoffFailed(f"job {job} is not being handed over: start_handoff first")
             if group.position(job) < group.num_tokens(job):
                 raise UserError(f"job {job} stands at {group.position(job)} of {group.num_tokens(job)}: run its steps")
         return self._finishes.run(transfer.transfer_id, functools.partial(self._finish, transfer))

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,11 @@ from ray.exceptions import RayTaskError
 
 from longprefill.orchestrator.errors import RunFailed
 from longprefill.orchestrator.hosts import remote_decode
-from longprefill.orchestrator.hosts.contract import HandoffFailed, NoRoom, NotReady, StaleEpoch
+from longprefill.orchestrator.hosts.contract import HandoffFailed, HostSettings, NoRoom, NotReady, StaleEpoch
 from longprefill.orchestrator.hosts.fence import Condition, Fence
 from longprefill.orchestrator.hosts.once import Once
+from longprefill.orchestrator.hosts.prefill_host import PrefillHost
+from longprefill.orchestrator.plan import ClusterSettings
 from longprefill.partition.errors import UserError
 from longprefill.workers.decode_loop import DecodeLoop, LoopEnded
 from longprefill.workers.sampling import DecodeToken
@@ -63,6 +66,15 @@ def test_a_closed_host_stays_closed() -> None:
 def test_refusals_cross_processes_whole() -> None:
     refusal = pickle.loads(pickle.dumps(NoRoom("no room", 3, 2, 1)))
     assert (str(refusal), refusal.needed_tokens, refusal.free_tokens, refusal.max_tokens) == ("no room", 3, 2, 1)
+
+
+def test_a_hand_off_that_is_not_under_way_is_told_as_one_that_failed() -> None:
+    """The controller begins another then; any other refusal would be a bug to it."""
+    host = PrefillHost(HostSettings(name="prefill-0", cluster=ClusterSettings(model_dir="")))
+    group = SimpleNamespace(is_open=lambda job: True)
+    host._supervisor = SimpleNamespace(using=lambda: nullcontext(group))  # type: ignore[assignment]
+    with pytest.raises(HandoffFailed, match="job 3 is not being handed over: start_handoff first"):
+        host.finish_handoff(1, 3)
 
 
 # ---- once ------------------------------------------------------------------------------------------------------------
