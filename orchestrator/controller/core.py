@@ -42,6 +42,8 @@ MAX_ATTEMPTS = 50
 """Openings of a job, whatever ended them: also what kills whole controllers ends some time."""
 COMMAND_DEADLINE_S = 60.0
 OUTLOOK_S = 0.2
+LOST = (RunFailed, NotReady, UnknownHostJob)
+"""What commands raise when a host is not what it was: dead, silent, rebuilt."""
 
 
 class Core:
@@ -238,8 +240,9 @@ class Core:
         """A job that a host holds and that is not there for us."""
         key = (number, host.name)
         if key not in self._leaving:
-            command = "close_job" if host.role == "prefill" else "release"
-            self._remember(key, self.spawn(self.tell(host, command, number), f"evict {number} from {host.name}"))
+            is_prefill = host.role == "prefill"
+            work = self.tell(host, "close_job", number) if is_prefill else self._release(number, host)
+            self._remember(key, self.spawn(work, f"evict {number} from {host.name}"))
 
     async def tell(self, host: Host, method: str, *arguments: Any, deadline_s: float = COMMAND_DEADLINE_S) -> None:
         """A command whose failure only means that the host is in trouble, which its keeper notices, or that there is
@@ -248,7 +251,7 @@ class Core:
             return
         try:
             await host.link.call(method, *arguments, deadline_s=deadline_s)
-        except (RunFailed, NotReady, UnknownHostJob) as error:
+        except LOST as error:
             logger.info("%s: %s: %s", host.name, method, error)
 
     def _stop_task(self, job: LiveJob) -> None:

@@ -11,17 +11,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from longprefill.orchestrator.controller.core import Core
+from longprefill.orchestrator.controller.core import LOST, Core
 from longprefill.orchestrator.controller.live import Host, LiveJob
 from longprefill.orchestrator.controller.sample_text import SampleText
-from longprefill.orchestrator.errors import RunFailed
 from longprefill.orchestrator.hosts.contract import (
     DecodeToken,
     DecodeTokens,
     GenerateRequest,
-    NotReady,
     SampleStart,
-    UnknownHostJob,
 )
 from longprefill.orchestrator.job import JobState, TokenRecord
 
@@ -76,7 +73,7 @@ class Generating:
         )
         try:
             await decode.link.call("generate", wanted, deadline_s=POLL_DEADLINE_S)
-        except (RunFailed, NotReady, UnknownHostJob) as error:
+        except LOST as error:
             if job.decode is decode:
                 core.requeue(job, f"{decode.name} could not go on with it: {error}", is_failure=True)
 

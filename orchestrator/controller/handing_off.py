@@ -11,11 +11,10 @@ import contextlib
 import logging
 from pathlib import Path
 
-from longprefill.orchestrator.controller.core import Core
+from longprefill.orchestrator.controller.core import LOST, Core
 from longprefill.orchestrator.controller.generating import Generating
 from longprefill.orchestrator.controller.live import Host, LiveJob
 from longprefill.orchestrator.controller.reports import final_report
-from longprefill.orchestrator.errors import RunFailed
 from longprefill.orchestrator.hosts.contract import (
     ExportOutcome,
     HandoffFailed,
@@ -23,8 +22,6 @@ from longprefill.orchestrator.hosts.contract import (
     HandoffRequest,
     NoLink,
     NoRoom,
-    NotReady,
-    UnknownHostJob,
 )
 from longprefill.orchestrator.job import JobState
 from longprefill.partition.errors import UserError
@@ -36,7 +33,6 @@ HANDOFF_DEADLINE_S = 600.0
 START_DEADLINE_S = 180.0
 EXPORT_DEADLINE_S = 600.0
 ROOM_POLL_S = 1.0
-LOST = (RunFailed, NotReady, UnknownHostJob)
 
 
 class HandingOff:

@@ -14,6 +14,7 @@ from longprefill.orchestrator.controller.generating import Generating
 from longprefill.orchestrator.controller.live import Host
 from longprefill.orchestrator.errors import RunFailed
 from longprefill.orchestrator.hosts.contract import HostState, NoLink, NotReady, StaleEpoch
+from longprefill.orchestrator.journal.journal import JournalError, StaleJournal
 from longprefill.partition.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -39,15 +40,15 @@ class Keeping:
         self._generating = generating
 
     async def keep(self, host: Host) -> None:
-        """For ever. A newer controller's epoch is passed on: this one must end."""
+        """For ever. A newer controller's epoch and trouble with the journal are passed on: this controller must end."""
         num_failures = 0
         while True:
             began = time.monotonic()
             try:
                 await self._bring_up(host)
                 await self._watch(host)
-            except StaleEpoch:
-                raise
+            except (StaleEpoch, StaleJournal, JournalError):
+                raise  # not the host's fault
             except (RunFailed, UserError) as error:
                 num_failures = num_failures + 1 if time.monotonic() - began < STEADY_S else 1
                 backoff_s = START_BACKOFF_S[min(num_failures, len(START_BACKOFF_S)) - 1]
@@ -57,7 +58,11 @@ class Keeping:
                 await asyncio.sleep(backoff_s)
 
     async def _give_up(self, host: Host) -> None:
-        """Ends what is left of a host."""
+        """Ends what is left of a host.
+
+        Raises:
+            StaleEpoch: it is a newer controller's by now, and stays.
+        """
         link, state = host.link, host.state
         host.link, host.state = None, None
         host.num_restarts += 1
@@ -67,8 +72,12 @@ class Keeping:
             group.links.pop(host.name, None)
         self._core.metrics.group_restarts.labels(host.name).set(host.num_restarts)
         if link is not None:
-            with contextlib.suppress(RunFailed, UserError):
+            try:
                 await link.call("close", deadline_s=10.0)
+            except StaleEpoch:
+                raise
+            except (RunFailed, UserError) as error:
+                logger.info("%s was not closed: %s", host.name, error)
         with contextlib.suppress(RunFailed):
             await self._core.directory.end(host.name, state)
 
@@ -84,6 +93,7 @@ class Keeping:
             host.link = await core.directory.find(host.name)
             if host.link is None:
                 host.link = await core.directory.create(host.settings, host.role)
+        if host.state is None or host.state.state == "starting":  # who made one that was taken over may have died here
             await host.link.call("start", deadline_s=COMMAND_DEADLINE_S)
         while True:
             state: HostState = await host.link.call("await_ready", READY_POLL_S, deadline_s=COMMAND_DEADLINE_S)
@@ -134,6 +144,10 @@ class Keeping:
             self._is_ready(host, state)
         elif not host.is_ready:
             self._is_ready(host, state)
+        elif host.role == "decode":
+            for held in state.jobs:
+                if held.job not in core.jobs:  # it ended while its room was being given: nobody gives that back
+                    core.evict(held.job, host)
 
     def _heard(self, host: Host, state: HostState) -> None:
         metrics = self._core.metrics

@@ -8,13 +8,12 @@ import asyncio
 import logging
 import time
 
-from longprefill.orchestrator.controller.core import Core
+from longprefill.orchestrator.controller.core import LOST, Core
 from longprefill.orchestrator.controller.generating import Generating
 from longprefill.orchestrator.controller.handing_off import HandingOff
 from longprefill.orchestrator.controller.live import Host, LiveJob
 from longprefill.orchestrator.controller.stepping import STEP_DEADLINE_S
-from longprefill.orchestrator.errors import RunFailed
-from longprefill.orchestrator.hosts.contract import HostJob, HostState, NotReady, UnknownHostJob
+from longprefill.orchestrator.hosts.contract import HostJob, HostState
 from longprefill.orchestrator.job import JobState
 from longprefill.orchestrator.journal.schema import JobRow
 
@@ -56,7 +55,7 @@ class Recovery:
                 number, slices = state.running
                 await link.call("run_step", number, slices, deadline_s=STEP_DEADLINE_S)
                 state = await link.call("state", deadline_s=ATTACH_DEADLINE_S)
-        except (RunFailed, NotReady, UnknownHostJob) as error:
+        except LOST as error:
             logger.warning("%s was not taken over: %s", host.name, error)
             return
         host.link, host.state, host.heard_at = link, state, time.monotonic()

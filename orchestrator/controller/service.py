@@ -275,6 +275,6 @@ class ControllerService:
         core = self._ready()
         self._is_draining = True
         deadline = time.monotonic() + timeout_s
-        while core.jobs and time.monotonic() < deadline:
+        while (is_busy := bool(core.jobs) or self._writing.total() > 0) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        return not core.jobs
+        return not is_busy

@@ -12,12 +12,11 @@ import time
 
 import numpy as np
 
-from longprefill.orchestrator.controller.core import MAX_ATTEMPTS, Core
+from longprefill.orchestrator.controller.core import LOST, MAX_ATTEMPTS, Core
 from longprefill.orchestrator.controller.handing_off import HandingOff
 from longprefill.orchestrator.controller.live import Host, LiveJob
 from longprefill.orchestrator.controller.reports import step_report
-from longprefill.orchestrator.errors import RunFailed
-from longprefill.orchestrator.hosts.contract import NoRoom, NotReady, OpenOutcome, StepOutcome, UnknownHostJob
+from longprefill.orchestrator.hosts.contract import NoRoom, OpenOutcome, StepOutcome
 from longprefill.orchestrator.job import JobState
 from longprefill.orchestrator.scheduler.decisions import StepDecision
 from longprefill.partition.errors import UserError
@@ -31,8 +30,6 @@ STEP_DEADLINE_S = 600.0
 STEP_DEADLINE_FACTOR = 20.0
 ROOM_RETRIES = 20
 ROOM_RETRY_S = 0.25
-LOST = (RunFailed, NotReady, UnknownHostJob)
-"""What commands to a group raise when the group is not what it was: dead, silent, rebuilt."""
 
 
 class _JobRefused(Exception):
@@ -58,10 +55,10 @@ class Stepping:
             core.wake_drive.clear()
             for decision in core.scheduler.decide(core.clock()):
                 core.running[decision.id] = decision
-                self._begin(decision)
-                core.spawn(self._step(decision), f"step {decision.id}")
+                core.spawn(self._step(decision, self._begin(decision)), f"step {decision.id}")
 
-    def _begin(self, decision: StepDecision) -> None:
+    def _begin(self, decision: StepDecision) -> list[LiveJob]:
+        """The step's jobs: those that have ended when its task runs for the first time are in no book any more."""
         core = self._core
         group = core.prefill[decision.block.start]
         preempted = None if decision.preempted is None else core.jobs.get(decision.preempted)
@@ -72,16 +69,16 @@ class Stepping:
             row = core.journal.change(preempted.number, JobState.QUEUED, reason=reason, num_preemptions=num)
             preempted.waits_for = reason
             core.refresh(preempted, row)
-        for piece in decision.slices:
-            job = core.jobs[piece.job]
+        jobs = [core.jobs[piece.job] for piece in decision.slices]
+        for job in jobs:
             job.waits_for = decision.reason
             if job.row.state is JobState.QUEUED:
                 core.refresh(job, core.journal.change(job.number, JobState.PREFILLING, group_name=group.name))
+        return jobs
 
-    async def _step(self, decision: StepDecision) -> None:
+    async def _step(self, decision: StepDecision, jobs: list[LiveJob]) -> None:
         core = self._core
         group = core.prefill[decision.block.start]
-        jobs = [core.jobs[piece.job] for piece in decision.slices]
         started = time.perf_counter()
         try:
             for job, piece in zip(jobs, decision.slices, strict=True):

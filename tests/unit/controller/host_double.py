@@ -29,6 +29,7 @@ class HostDouble:
         self.generation = 1
         self.condition = "starting"
         self.reason: str | None = None
+        self.is_started = False
         self.is_silent = False
         self.calls: list[str] = []
 
@@ -42,11 +43,11 @@ class HostDouble:
             raise NotReady(f"{self.name} is {self.condition}")
 
     def start(self) -> None:
-        if self.condition == "starting" and self.cluster.starts:
-            self.condition = "ready"
+        self.is_started = True
 
     async def await_ready(self, timeout_s: float) -> HostState:
-        self.start()
+        if self.condition == "starting" and self.is_started and self.cluster.starts:
+            self.condition = "ready"
         if self.condition not in ("ready", "failed"):
             await asyncio.sleep(0.01)
         return self.state()

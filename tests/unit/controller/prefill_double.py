@@ -168,7 +168,6 @@ class PrefillDouble(HostDouble):
 
     async def close_job(self, job: int) -> None:
         async with self.lock:
-            await self.cancel_handoff(job)
             self.jobs.pop(job, None)
 
     def check_link(self, decode: str) -> None:

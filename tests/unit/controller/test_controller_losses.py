@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
 from longprefill.orchestrator.config import ServiceConfig
-from longprefill.orchestrator.controller import handing_off
+from longprefill.orchestrator.controller import handing_off, keeping
 from longprefill.orchestrator.controller.core import Core
-from longprefill.orchestrator.controller.live import LiveJob
+from longprefill.orchestrator.controller.handing_off import HandingOff
+from longprefill.orchestrator.controller.keeping import Keeping
+from longprefill.orchestrator.controller.links import HostSilent
+from longprefill.orchestrator.controller.live import Host, LiveJob
 from longprefill.orchestrator.controller.reports import final_report
-from longprefill.orchestrator.hosts.contract import HandoffOutcome, OpenOutcome
+from longprefill.orchestrator.controller.service import ControllerService
+from longprefill.orchestrator.controller.setup import make_hosts
+from longprefill.orchestrator.controller.stepping import Stepping
+from longprefill.orchestrator.hosts.contract import HandoffOutcome, HandoffRequest, OpenOutcome, StaleEpoch
 from longprefill.orchestrator.job import JobState
+from longprefill.orchestrator.journal.journal import Journal, JournalError
+from longprefill.orchestrator.journal.prompts import PromptFiles
+from longprefill.orchestrator.journal.schema import JobRow
+from longprefill.orchestrator.scheduler.decisions import StepDecision
 
 from .cases import (
     controller,
@@ -28,6 +41,7 @@ from .cases import (
     until,
 )
 from .cluster_double import ClusterDouble
+from .host_double import HostDouble
 from .prefill_double import PrefillDouble
 
 
@@ -79,5 +93,151 @@ def test_a_group_that_opens_a_job_for_nobody_closes_it(
             gate.set()
             await until(lambda: len(cluster.opened) == 2 and "close_job" in slow[0].calls)
             await until(lambda: all(not host.state().jobs for host in cluster.hosts.values()))
+
+    run(work())
+
+
+def test_a_host_whose_maker_died_before_it_was_started_is_started(
+    config: ServiceConfig, cluster: ClusterDouble
+) -> None:
+    async def work() -> None:
+        for host in [host for hosts in make_hosts(config) for host in hosts]:
+            await cluster.linked(1).create(host.settings, host.role)
+        async with controller(config, cluster) as service:
+            job = (await service.submit(request(3), prompt(60))).job
+            assert (await ended(service, job)).state is JobState.DONE
+
+    run(work())
+
+
+def test_a_job_that_ends_between_a_decision_and_its_step(
+    config: ServiceConfig, cluster: ClusterDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(stepping: Stepping, decision: StepDecision) -> list[LiveJob]:
+        core, number = stepping._core, decision.slices[0].job
+        if number == 1:
+            cancel = functools.partial(core.end, core.jobs[1], JobState.CANCELLED)
+            asyncio.get_running_loop().call_soon(cancel)
+        return really_begin(stepping, decision)
+
+    really_begin = Stepping._begin
+    monkeypatch.setattr(Stepping, "_begin", begin)
+
+    async def work() -> None:
+        async with controller(config, cluster) as service:
+            first, second = [(await service.submit(request(3), prompt(60))).job for _ in range(2)]
+            assert (await ended(service, first)).state is JobState.CANCELLED
+            assert (await ended(service, second)).state is JobState.DONE
+
+    run(work())
+
+
+def test_room_that_a_job_got_when_it_had_ended_is_given_back(
+    config: ServiceConfig, cluster: ClusterDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its group has closed it by then, and cannot cancel the hand-off any more."""
+    services = list[ControllerService]()
+
+    async def start_handoff(host: PrefillDouble, wanted: HandoffRequest) -> None:
+        await really_start(host, wanted)
+        (view,) = await services[0].list_jobs(None)
+        await services[0].cancel(view.id, None)
+        await until(lambda: not host.jobs)
+
+    async def start_later(handing: HandingOff, job: LiveJob) -> None: ...
+
+    really_start = PrefillDouble.start_handoff
+    monkeypatch.setattr(PrefillDouble, "start_handoff", start_handoff)
+    monkeypatch.setattr(HandingOff, "start_early", start_later)
+    monkeypatch.setattr(keeping, "HEARTBEAT_S", 0.01)
+
+    async def work() -> None:
+        async with controller(config, cluster) as service:
+            services.append(service)
+            job = (await service.submit(request(3), prompt(60))).job
+            assert (await ended(service, job)).state is JobState.CANCELLED
+            await until(lambda: all(not host.state().jobs for host in cluster.hosts.values()))
+
+    run(work())
+
+
+def test_a_disk_that_takes_no_tokens_is_no_fault_of_their_worker(
+    config: ServiceConfig, cluster: ClusterDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [JournalError("the disk is full")]
+
+    def add_tokens(*arguments: Any, **named: Any) -> JobRow:
+        if failures:
+            raise failures.pop()
+        return really_add(*arguments, **named)
+
+    really_add = Journal.add_tokens
+    monkeypatch.setattr(Journal, "add_tokens", add_tokens)
+
+    async def work() -> None:
+        with contextlib.suppress(JournalError):
+            async with controller(config, cluster) as service:
+                await service.submit(request(5), prompt(100))
+                with pytest.raises(JournalError, match="the disk is full"):
+                    await service.run()
+        async with controller(config, cluster) as service:
+            (view,) = await service.list_jobs(None)
+            assert (await ended(service, view.id)).state is JobState.DONE
+            assert cluster.prefilled == {1: 100}
+
+    run(work())
+
+
+def test_a_controller_that_was_replaced_ends_no_host(
+    config: ServiceConfig, cluster: ClusterDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood still for so long that every answer is overdue."""
+
+    async def overdue(_: Keeping, host: Host) -> None:
+        if host.role == "prefill":
+            raise HostSilent(f"{host.name} did not answer state for 5 s")
+
+    before = dict[str, HostDouble]()
+
+    async def work() -> None:
+        with contextlib.suppress(StaleEpoch):
+            async with controller(config, cluster) as service:
+                while not (await service.readiness()).is_ready:
+                    await asyncio.sleep(0.001)
+                for host in cluster.hosts.values():
+                    host.epoch += host.role == "prefill"
+                before.update(cluster.hosts)
+                monkeypatch.setattr(Keeping, "_check", overdue)
+                with pytest.raises(StaleEpoch):
+                    await service.run()
+        assert cluster.hosts == before
+        assert {host.condition for host in before.values()} == {"ready"}
+
+    run(work())
+
+
+def test_draining_waits_for_jobs_that_are_being_written(
+    config: ServiceConfig, cluster: ClusterDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_writing, may_write = threading.Event(), threading.Event()
+
+    def write(files: PromptFiles, job: str, tokens_T: np.ndarray) -> None:
+        is_writing.set()
+        assert may_write.wait(20)
+        really_write(files, job, tokens_T)
+
+    really_write = PromptFiles.write
+    monkeypatch.setattr(PromptFiles, "write", write)
+
+    async def work() -> None:
+        async with controller(config, cluster) as service:
+            submitting = asyncio.create_task(service.submit(request(3), prompt(60)))
+            await until(is_writing.is_set)
+            draining = asyncio.create_task(service.drain(20.0))
+            await until(lambda: service._is_draining)
+            may_write.set()
+            job = (await submitting).job
+            assert await draining
+            assert (await service.inspect(job, None)).state is JobState.DONE
 
     run(work())
