@@ -235,8 +235,18 @@ def _messages(pair_bytes: Mapping[tuple[int, int], int]) -> Iterable[tuple[int, 
 
 def _by_rank(num_ranks: int, transfers: Iterable[tuple[int, int, int, int]]) -> PerRank:
     """Per rank sums of (sender, receiver, bytes, messages)."""
-    ranks = [Traffic() for _ in range(num_ranks)]
+    sent_bytes, received_bytes, sent_messages, received_messages = ([0] * num_ranks for _ in range(4))
     for sender, receiver, num_bytes, num_messages in transfers:
-        ranks[sender] += Traffic(sent_bytes=num_bytes, sent_messages=num_messages)
-        ranks[receiver] += Traffic(received_bytes=num_bytes, received_messages=num_messages)
-    return tuple(ranks)
+        sent_bytes[sender] += num_bytes
+        sent_messages[sender] += num_messages
+        received_bytes[receiver] += num_bytes
+        received_messages[receiver] += num_messages
+    return tuple(
+        Traffic(
+            sent_bytes=sent_bytes[rank],
+            received_bytes=received_bytes[rank],
+            sent_messages=sent_messages[rank],
+            received_messages=received_messages[rank],
+        )
+        for rank in range(num_ranks)
+    )

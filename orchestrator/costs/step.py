@@ -297,11 +297,13 @@ class _Step:
             return
         if sources not in self._mixing:
             model, first = self.costs.model, self.costs.model.layers[0]
+            mixing: dict[int, Operation] = {}
             found: list[Seconds] = []
             for rank in self.ranks:
                 own = -(-self.layout.row_counts[rank] // self.costs.placement.tp)
-                _, mixing = residual_operations(model, own, sources)
-                found.append(self._seconds(rank, (mixing,), first))
+                if own not in mixing:
+                    _, mixing[own] = residual_operations(model, own, sources)
+                found.append(self._seconds(rank, (mixing[own],), first))
             self._mixing[sources] = _Group(found)
         self.clocks.run(self._mixing[sources])
 
