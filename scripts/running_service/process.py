@@ -70,6 +70,7 @@ class Service:
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace").split()
                 role = os.path.basename(words[0]) if words else "ended"
+                role = role.partition(".")[0] if role.startswith("ray::") else role  # an actor's method comes and goes
                 for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
                     if line.startswith("Pss:"):
                         found[role] = found.get(role, 0) + (int(line.split()[1]) << 10)
