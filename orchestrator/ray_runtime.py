@@ -185,6 +185,8 @@ def set_ray_environment() -> None:
     variables = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # else Ray's head keeps a record of every call, some kilobytes each, that only its own dashboard shows
+        "RAY_task_events_report_interval_ms": "0",
         # with a token given, Ray neither reads nor writes one under HOME, which may not be writable
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
     }
