@@ -84,14 +84,19 @@ link_typing() {
     done
 }
 
-# A script that sources this answers --help with the comment at its own top, before anything is installed.
+# A shell script that sources this answers --help with the comment at its own top, before anything is installed. Python
+# scripts source it in their first line, for the interpreter, and answer themselves.
+is_shell() {
+    head -n 1 "$1" | grep -q 'bash$'
+}
+
 print_help() {
     awk 'NR > 1 && /^#/ { sub(/^# ?/, ""); print; next } NR > 1 { exit }' "$1"
 }
 
 for argument in "$@"; do
     case "$argument" in
-        -h | --help) print_help "$0"; exit 0 ;;
+        -h | --help) if is_shell "$0"; then print_help "$0"; exit 0; fi ;;
     esac
 done
 unset argument
