@@ -86,6 +86,18 @@ def _many_absent(done: float) -> Mix:
     return dataclasses.replace(_far_apart(done), absent=0.6)
 
 
+def _sparse(done: float) -> Mix:
+    return dataclasses.replace(_everything(done), absent=0.45, fill=(0.15, 0.6))
+
+
+def _sparse_absent(done: float) -> Mix:
+    return dataclasses.replace(_everything(done), absent=0.7, fill=(0.1, 0.5))
+
+
+def _balanced(done: float) -> Mix:
+    return dataclasses.replace(_everything(done), absent=0.5, fill=(0.2, 0.9))
+
+
 STAGES = (
     Stage(name="A", num_blocks=1, length=256, batch=16, steps=350, mix=_short_forms, text_rows=32, index_loss=False,
           muon_rate=0.015, adam_rate=3e-3, final_rate=0.2),
@@ -101,8 +113,18 @@ STAGES = (
           muon_rate=0.010, adam_rate=2e-3, final_rate=0.02),
     Stage(name="G", num_blocks=1, length=8192, batch=1, steps=300, mix=_many_absent, text_rows=64, index_loss=True,
           muon_rate=0.010, adam_rate=2e-3, final_rate=0.02),
-    Stage(name="H", num_blocks=2, length=4096, batch=1, steps=40, mix=_everything, text_rows=64, index_loss=True,
-          muon_rate=0.004, adam_rate=6e-4, final_rate=0.03),
+    Stage(name="H", num_blocks=1, length=8192, batch=1, steps=500, mix=_far_apart, text_rows=64, index_loss=True,
+          muon_rate=0.010, adam_rate=2e-3, final_rate=0.01),
+    Stage(name="I", num_blocks=2, length=4096, batch=2, steps=600, mix=_many_absent, text_rows=64, index_loss=True,
+          muon_rate=0.010, adam_rate=2e-3, final_rate=0.05),
+    Stage(name="J", num_blocks=2, length=8192, batch=1, steps=220, mix=_many_absent, text_rows=64, index_loss=True,
+          muon_rate=0.008, adam_rate=1.5e-3, final_rate=0.02),
+    Stage(name="K", num_blocks=2, length=8192, batch=1, steps=360, mix=_sparse, text_rows=64, index_loss=True,
+          muon_rate=0.008, adam_rate=1.5e-3, final_rate=0.01),
+    Stage(name="L", num_blocks=2, length=16384, batch=1, steps=140, mix=_sparse_absent, text_rows=64, index_loss=True,
+          muon_rate=0.006, adam_rate=1e-3, final_rate=0.01),
+    Stage(name="M", num_blocks=2, length=8192, batch=1, steps=80, mix=_balanced, text_rows=64, index_loss=True,
+          muon_rate=0.003, adam_rate=5e-4, final_rate=0.02),
 )  # fmt: skip
 
 
