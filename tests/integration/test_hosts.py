@@ -215,7 +215,7 @@ def test_refusals_leave_everything_as_it_was(service: Service) -> None:
     ):
         with pytest.raises(UserError, match=words):
             service.run(*slices)
-    with pytest.raises(UserError, match="start_handoff first"):
+    with pytest.raises(HandoffFailed, match="start_handoff first"):
         service.ask("prefill-0", "finish_handoff", job)
     with pytest.raises(NoLink, match="decode-9 is not running"):
         service.ask("prefill-0", "start_handoff", service.handoff(job, decode="decode-9"))
