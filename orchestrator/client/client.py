@@ -250,7 +250,11 @@ def _refusal(response: httpx.Response) -> ServiceRefused:
     try:
         given = response.json()
     except ValueError:
-        given = {}
+        given = None
+    if not isinstance(given, dict) or "error" not in given:
+        # Ray's proxy listens before our routes are there, and its answer is a bare 404: something to wait for
+        message = f"status {response.status_code} without an explanation: it is starting, or is another service"
+        return ServiceRefused(message, status=503, code="unavailable")
     retry_after = response.headers.get("retry-after", "")
     return _refusal_of(given, response.status_code, float(retry_after) if retry_after.isdigit() else None)
 

@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import json
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,37 @@ def command(running: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         return int(ended.value.code or 0), captured.out, captured.err
 
     return run
+
+
+def test_an_answer_that_is_not_ours_is_waited_out() -> None:
+    """Ray's proxy listens before the service's routes are there and answers with a bare 404."""
+    asked: list[str] = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            is_there = len(asked) > 2
+            body = (
+                json.dumps({"data": [], "last_id": None, "has_more": False}).encode()
+                if is_there
+                else b"Path '/v1/prefill/jobs' not found."
+            )
+            self.send_response(200 if is_there else 404)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with Client(f"http://127.0.0.1:{server.server_port}", patience_s=DEADLINE_S) as client:
+                assert client.jobs() == []
+            assert len(asked) == 3
+        finally:
+            server.shutdown()
 
 
 def test_messages_of_a_stream() -> None:
