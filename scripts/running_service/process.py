@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,14 @@ from pathlib import Path
 
 MARK = "LONGPREFILL_SCRIPT"
 READY_S = 240.0
+
+
+def clean_up(base: Path, *, is_wanted: bool) -> None:
+    """Removes what a script left, or says where it is."""
+    if is_wanted:
+        print(f"state and logs are in {base}", file=sys.stderr)
+    else:
+        shutil.rmtree(base, ignore_errors=True)
 
 
 class Service:
