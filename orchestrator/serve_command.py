@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from longprefill.orchestrator.api import proxy
 from longprefill.orchestrator.config import ConfigError, ServiceConfig
 from longprefill.orchestrator.config_file import read_service_config
 from longprefill.orchestrator.errors import RunFailed
@@ -111,7 +112,8 @@ class RunningService:
 
     def _start_ray(self) -> None:
         service = self.config.service
-        environment = worker_environment(max(pool.threads_per_rank for pool in self.config.prefill))
+        num_threads = max(pool.threads_per_rank for pool in self.config.prefill)
+        environment = worker_environment(num_threads) | proxy.ENVIRONMENT
         if service.ray_address is None:
             num_cpus = sum(demand.num_packs * demand.pack["CPU"] for demand in demands(self.config))
             self._ray.start(int(-(-num_cpus // 1)), environment)

@@ -252,8 +252,7 @@ def _refusal(response: httpx.Response) -> ServiceRefused:
     except ValueError:
         given = None
     is_ours = isinstance(given, dict) and "error" in given
-    if not is_ours and (response.status_code == 404 or response.is_server_error):
-        # Ray's proxy listens before our routes are there, and its answer is a bare 404: something to wait for
+    if not is_ours and response.is_server_error:  # of a gateway before the service
         message = f"status {response.status_code} without an explanation: it is starting, or is another service"
         return ServiceRefused(message, status=503, code="unavailable")
     retry_after = response.headers.get("retry-after", "")

@@ -98,6 +98,10 @@ def _balanced(done: float) -> Mix:
     return dataclasses.replace(_everything(done), absent=0.5, fill=(0.2, 0.9))
 
 
+def _dense(done: float) -> Mix:
+    return dataclasses.replace(_everything(done), absent=0.5, siblings=0.35, fill=(0.25, 0.95))
+
+
 STAGES = (
     Stage(name="A", num_blocks=1, length=256, batch=16, steps=350, mix=_short_forms, text_rows=32, index_loss=False,
           muon_rate=0.015, adam_rate=3e-3, final_rate=0.2),
@@ -125,6 +129,10 @@ STAGES = (
           muon_rate=0.006, adam_rate=1e-3, final_rate=0.01),
     Stage(name="M", num_blocks=2, length=8192, batch=1, steps=80, mix=_balanced, text_rows=64, index_loss=True,
           muon_rate=0.003, adam_rate=5e-4, final_rate=0.02),
+    Stage(name="N", num_blocks=2, length=8192, batch=1, steps=450, mix=_dense, text_rows=64, index_loss=True,
+          muon_rate=0.010, adam_rate=2e-3, final_rate=0.01),
+    Stage(name="O", num_blocks=2, length=16384, batch=1, steps=100, mix=_dense, text_rows=64, index_loss=True,
+          muon_rate=0.005, adam_rate=8e-4, final_rate=0.01),
 )  # fmt: skip
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import select
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -82,6 +87,36 @@ def complete(service: Service, **options: Any) -> Any:
     """A completion, greedy and of 12 tokens unless said otherwise."""
     asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, **options}
     return service.openai.completions.create(**asked)
+
+
+def test_while_it_starts_and_ends_nothing_says_that_a_job_is_not_there(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "longprefill_hybrid", eos=[])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = CONFIG.format(model=model, state=tmp_path / "state", digest=hashlib.sha256(KEY.encode()).hexdigest())
+    (tmp_path / "service.toml").write_text(config.replace("port = 0", f"port = {port}"))
+    answers: set[tuple[int, str]] = set()
+    ended = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"authorization": f"Bearer {KEY}"}) as http:
+            while not ended.is_set():
+                with contextlib.suppress(httpx.TransportError):
+                    answer = http.get("/v1/models", timeout=30)
+                    answers.add((answer.status_code, answer.json().get("error", {}).get("code", "")))
+                time.sleep(0.02)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        with running(["serve", "--config", tmp_path / "service.toml"]) as command:
+            _ready(command)
+            command.process.terminate()
+            assert command.finish().code == 0
+    finally:
+        ended.set()
+        asking.join()
+    assert answers == {(503, "unavailable"), (200, "")}
 
 
 def test_completions(service: Service) -> None:

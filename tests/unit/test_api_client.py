@@ -55,8 +55,7 @@ def command(running: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     return run
 
 
-def test_an_answer_that_is_not_ours_is_waited_out() -> None:
-    """Ray's proxy listens before the service's routes are there and answers with a bare 404."""
+def test_a_gateway_without_its_service_is_waited_out() -> None:
     asked: list[str] = []
 
     class Proxy(BaseHTTPRequestHandler):
@@ -66,9 +65,9 @@ def test_an_answer_that_is_not_ours_is_waited_out() -> None:
             body = (
                 json.dumps({"data": [], "last_id": None, "has_more": False}).encode()
                 if is_there
-                else b"Path '/v1/prefill/jobs' not found."
+                else b"Bad Gateway"
             )
-            self.send_response(200 if is_there else 404)
+            self.send_response(200 if is_there else 502)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
