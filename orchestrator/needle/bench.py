@@ -26,6 +26,8 @@ from longprefill.workers.model.tokenizer import Tokenizer
 TASKS = ("plain", "section", "absent")
 TOKENS_PER_FACT = 1024
 """Documents hold at least so much text a fact of each task, but never fewer facts than depths."""
+MOST_TOGETHER = 5
+"""Facts of each task at each depth of one document: more questions make more documents, not denser ones."""
 LEAST_TOKENS_PER_DEPTH = 260
 """A plain fact and a section without its gap need this much."""
 
@@ -225,7 +227,7 @@ def check_byte_tokens(tokenizer: Tokenizer, document: Document, model: Path) -> 
 
 def documents_of(request: NeedleRequest, length: int) -> list[Document]:
     """All documents of a length; together they have `needles` facts of each task at each depth."""
-    together = min(request.needles, max(1, length // (request.depths * TOKENS_PER_FACT)))
+    together = min(request.needles, MOST_TOGETHER, max(1, length // (request.depths * TOKENS_PER_FACT)))
     documents: list[Document] = []
     left, absent_left = request.needles, request.absent
     while left:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from longprefill.orchestrator.needle import documents
 from longprefill.orchestrator.needle.bench import (
+    MOST_TOGETHER,
     NeedleReport,
     NeedleRequest,
     documents_of,
@@ -124,6 +125,13 @@ def test_every_cell_of_the_bench_gets_its_facts() -> None:
             assert score.asked == score.right == 30
     assert {cell["asked"] for cell in report.document()["cells"]} <= {2, 3, 4}
     assert report.document()["wrong"] == []
+
+
+def test_more_questions_make_more_documents_and_not_denser_ones() -> None:
+    for length, most in ((4096, 1), (65536, MOST_TOGETHER), (262144, MOST_TOGETHER)):
+        documents = list(documents_of(request(needles=12, absent=5), length))
+        assert max(len(document.facts) for document in documents) == 2 * most * 10
+        assert sum(len(document.facts) for document in documents) == 2 * 12 * 10
 
 
 def test_a_wrong_answer_is_reported() -> None:
