@@ -40,7 +40,7 @@ def profile(seconds: float, extra: tuple[tuple[float, ...], ...] = ()) -> Device
     )
 
 
-def test_calibrations_are_averaged_point_by_point(script: ModuleType) -> None:
+def test_calibrations_are_put_together_point_by_point(script: ModuleType) -> None:
     merged = script.merged([profile(1.0), profile(3.0, ((128.0, 20.0, 5.0),))])
     assert merged.tables[0].points == ((64.0, 10.0, 2.0), (128.0, 20.0, 5.0))
     assert merged.links[0].points == ((1024.0, 2.0), (4096.0, 4.0))
