@@ -31,13 +31,13 @@ class RayHost:
         try:
             async with asyncio.timeout(deadline_s):
                 return await asyncio.wrap_future(reference.future())
-        except TimeoutError:
-            raise HostSilent(f"{self._name} did not answer {method} for {deadline_s:.0f} s") from None
         except RayTaskError as error:
             cause = cause_of(error)
             if isinstance(cause, UserError | RunFailed):
                 raise cause from None
             raise HostBroken(f"{self._name}: {method} failed: {type(cause).__name__}: {_first_line(cause)}") from error
+        except TimeoutError:  # behind RayTaskError, which is one where the host itself raised one
+            raise HostSilent(f"{self._name} did not answer {method} for {deadline_s:.0f} s") from None
         except RayError as error:
             raise HostGone(f"{self._name} died: {_first_line(error)}") from error
 

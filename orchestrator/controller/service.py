@@ -36,9 +36,11 @@ from longprefill.orchestrator.controller.recovery import Recovery
 from longprefill.orchestrator.controller.stepping import Stepping
 from longprefill.orchestrator.controller.views import cluster_view, job_view, readiness
 from longprefill.orchestrator.errors import RunFailed
+from longprefill.orchestrator.hosts.contract import StaleEpoch
 from longprefill.orchestrator.job import JobEvent, JobRequest, JobState, JobView, TokenBatch
 from longprefill.orchestrator.journal.journal import FILE_NAME, Journal, JournalError, NewJob
 from longprefill.partition.errors import UserError
+from longprefill.workers.model.config import ModelConfig
 from longprefill.workers.model.families.registry import read_config
 from longprefill.workers.model.tokenizer import Tokenizer
 
@@ -78,6 +80,16 @@ class ControllerService:
         has_tokenizer = (Path(self._config.model.dir) / "tokenizer.json").is_file()
         tokenizer = Tokenizer(self._config.model.dir) if has_tokenizer else None
         journal = await self._open_journal()
+        try:
+            core = await self._begin(model, tokenizer, journal)
+        except BaseException:
+            journal.close()
+            raise
+        self._core, self._trouble = core, ""
+        logger.info("epoch %d, %d groups, %d decode workers", journal.epoch, len(core.prefill), len(core.decode))
+
+    async def _begin(self, model: ModelConfig, tokenizer: Tokenizer | None, journal: Journal) -> Core:
+        """The books as the journal has them, and everything at work."""
         core = Core(self._config, model, tokenizer, journal, self._connect(journal.epoch))
         core.traces.sweep(journal.ids())
         generating = Generating(core)
@@ -88,8 +100,7 @@ class ControllerService:
         for host in core.all_hosts():
             core.spawn(keeping.keep(host), f"keep {host.name}")
         core.spawn(self._tick(core), "tick")
-        self._core, self._trouble = core, ""
-        logger.info("epoch %d, %d groups, %d decode workers", journal.epoch, len(core.prefill), len(core.decode))
+        return core
 
     async def run(self) -> None:
         """Until the controller must end.
@@ -116,8 +127,12 @@ class ControllerService:
         if end_hosts:
             for host in core.all_hosts():
                 if host.link is not None:
-                    with contextlib.suppress(RunFailed, UserError):
+                    try:
                         await host.link.call("close", deadline_s=10.0)
+                    except StaleEpoch:
+                        continue  # it is a newer controller's by now, and stays
+                    except (RunFailed, UserError) as error:
+                        logger.info("%s was not closed: %s", host.name, error)
                 with contextlib.suppress(RunFailed):
                     await core.directory.end(host.name, host.state)
         core.journal.close()

@@ -18,6 +18,7 @@ from longprefill.orchestrator.controller.handing_off import HandingOff
 from longprefill.orchestrator.controller.keeping import Keeping
 from longprefill.orchestrator.controller.links import HostSilent
 from longprefill.orchestrator.controller.live import Host, LiveJob
+from longprefill.orchestrator.controller.recovery import Recovery
 from longprefill.orchestrator.controller.reports import final_report
 from longprefill.orchestrator.controller.service import ControllerService
 from longprefill.orchestrator.controller.setup import make_hosts
@@ -241,3 +242,41 @@ def test_draining_waits_for_jobs_that_are_being_written(
             assert (await service.inspect(job, None)).state is JobState.DONE
 
     run(work())
+
+
+def test_a_controller_that_is_behind_leaves_the_hosts_of_the_newer_one(
+    config: ServiceConfig, cluster: ClusterDouble
+) -> None:
+    async def scenario() -> None:
+        service = ControllerService(config, cluster.linked)
+        await service.start()
+        await until(lambda: {host.condition for host in cluster.hosts.values()} == {"ready"})
+        taken, *others = sorted(cluster.hosts)
+        cluster.hosts[taken].epoch += 1
+        await service.stop(end_hosts=True)
+        assert sorted(cluster.hosts) == [taken]
+        assert cluster.hosts[taken].condition == "ready"
+        assert others
+
+    run(scenario())
+
+
+def test_a_start_that_fails_leaves_no_open_journal(
+    config: ServiceConfig, cluster: ClusterDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[int] = []
+    monkeypatch.setattr(Journal, "close", lambda journal: closed.append(journal.epoch))
+
+    async def behind(self: Recovery) -> None:
+        raise StaleEpoch("epoch 9 commands prefill-0, 1 is older")
+
+    monkeypatch.setattr(Recovery, "run", behind)
+
+    async def scenario() -> None:
+        service = ControllerService(config, cluster.linked)
+        with pytest.raises(StaleEpoch):
+            await service.start()
+        assert closed == [1]
+        assert not service.is_running
+
+    run(scenario())
