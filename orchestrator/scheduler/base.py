@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +45,10 @@ class Policy(ABC):
         """The next of the eligible slots ([table.end] bool), None when there is none."""
         slot = self.first(table, now, eligible)
         return None if slot is None else Pick(slot, self.name, False)
+
+    def room_s(self, table: JobTable, now: float, num_units: int, slots: Sequence[int]) -> float:
+        """How long a step may last that ends the jobs of `slots` together."""
+        return inf
 
     def first(self, table: JobTable, now: float, eligible: np.ndarray) -> int | None:
         """The eligible slot with the smallest key; ties by arrival, then job number, so that slots never matter."""

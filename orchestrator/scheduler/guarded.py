@@ -4,8 +4,8 @@ On arrival a job is promised a latest finish. It is never earlier than the finis
 have given it, which is known at once: the backlog in front of it. So the promises can always be kept all together: of
 a set that is feasible in order of its promises, a newcomer whose promise lies behind the whole backlog breaks none. A
 job goes first only while every promise before its own has a step to spare; otherwise the earliest promise goes. With
-one unit and true estimates no promise is ever missed, whatever comes (a property test holds this); with several units
-it is a goal.
+one unit and estimates that are true and add up over steps no promise is ever missed, whatever comes (a property test
+holds this); with several units it is a goal.
 
 Short-first order alone would spend all of a document's slack and then run it in the middle of a burst. So a document's
 remaining time shrinks in the order's eyes with the share of its slack that is left, and it tends to run where few jobs
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -105,6 +106,16 @@ class Guarded(Policy):
         if not len(waiting):
             return Pick(slot, "shortest; the promises before it are being kept elsewhere", False)
         return Pick(int(waiting[0]), f"promised by {table.latest_s[waiting[0]]:.3f} s", True)
+
+    def room_s(self, table: JobTable, now: float, num_units: int, slots: Sequence[int]) -> float:
+        """Every one of them ends with the step; the others that are promised before their last are put off by it."""
+        order = self._order
+        is_in_step = np.isin(order, slots)
+        reach = int(is_in_step.nonzero()[0][-1]) + 1
+        order, is_in_step = order[:reach], is_in_step[:reach]
+        remaining_s = np.where(is_in_step, 0.0, table.remaining_s[order])
+        after_s = np.where(is_in_step, 0.0, np.maximum(np.cumsum(remaining_s) / num_units, remaining_s))
+        return float((table.latest_s[order] - now - after_s).min()) - MARGIN * abs(now)
 
     def _promise_s(self, num_tokens: int, first_come_s: float, own_s: float) -> float:
         """Seconds from arrival to the promise; never below `first_come_s`."""

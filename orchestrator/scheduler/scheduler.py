@@ -19,7 +19,7 @@ from longprefill.orchestrator.scheduler.decisions import Admitted, Block, Refuse
 from longprefill.orchestrator.scheduler.fleet import Fleet
 from longprefill.orchestrator.scheduler.jobs import Job, StepCosts
 from longprefill.orchestrator.scheduler.settings import FleetSettings, SchedulerSettings
-from longprefill.orchestrator.scheduler.sizing import Sized, cheapest_layout, choose_degree, size_step
+from longprefill.orchestrator.scheduler.sizing import Sized, cheapest_layout, choose_degree, first_grain, size_step
 from longprefill.orchestrator.scheduler.table import JobTable
 from longprefill.orchestrator.scheduler.tenants import TenantShares
 from longprefill.partition.layout import Slice
@@ -292,7 +292,7 @@ class Scheduler:
         end = table.end
         eligible = table.is_ready[:end] & (table.tokens[:end] <= settings.pack_tokens)
         eligible[table.slot(first.job)] = False
-        slices, seconds = [first], sized.seconds
+        slots, slices, seconds = [table.slot(first.job)], [first], sized.seconds
         num_tokens = first.num_tokens
         room = float(fleet.free_bytes[block.start : block.start + block.size].min())
         room -= float(table.need_bytes[table.slot(first.job)])
@@ -309,6 +309,9 @@ class Scheduler:
             longer_s = self._costs.step_seconds(more, sized.layout, mesh)
             limit = settings.step_tokens
             if num_tokens > limit if limit is not None else longer_s > settings.step_target_s:
+                break
+            slots.append(pick.slot)
+            if longer_s > self._policy.room_s(table, now, max(fleet.num_alive, 1), slots):
                 break
             slices, seconds = more, longer_s
         return tuple(slices), seconds
@@ -361,8 +364,9 @@ class Scheduler:
 
     def _next_step_s(self, job: int, start: int, num_tokens: int) -> float:
         if self.settings.step_tokens is None:
-            # an upper bound that needs no search: steps end at the target, whatever is left
-            return min(self.settings.step_target_s, self._alone_s(job, start, num_tokens))
+            # an upper bound that needs no search: steps end at the target or after one grain, whatever is left
+            grain_s = self._alone_s(job, start, first_grain(start, num_tokens))
+            return max(min(self.settings.step_target_s, self._alone_s(job, start, num_tokens)), grain_s)
         end = min((start // self.settings.step_tokens + 1) * self.settings.step_tokens, num_tokens)
         return self._alone_s(job, start, end)
 

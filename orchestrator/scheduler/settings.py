@@ -62,7 +62,7 @@ class SchedulerSettings:
     step_tokens: int | None = None
     """Steps end on multiples of this, whatever they cost; None: steps are sized by time."""
     step_target_s: float = 1.0
-    """A step takes at most about this long: nothing waits longer for a border."""
+    """A step takes at most this long, but for one grain (`sizing.GRAIN_TOKENS`): nothing waits longer for a border."""
     max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS
     max_degree: int = 1
     """Units that one job may use at once, a power of two."""

@@ -19,6 +19,11 @@ class Sized(NamedTuple):
     layout: LayoutKind
 
 
+def first_grain(start: int, num_tokens: int) -> int:
+    """Where the shortest step from `start` on ends."""
+    return min((start // GRAIN_TOKENS + 1) * GRAIN_TOKENS, num_tokens)
+
+
 def size_step(
     costs: StepCosts, settings: SchedulerSettings, mesh: Mesh, job: int, start: int, num_tokens: int
 ) -> Sized:
@@ -33,7 +38,7 @@ def size_step(
     best = _sized(costs, mesh, job, start, min(last * GRAIN_TOKENS, num_tokens))
     if best.seconds <= settings.step_target_s:
         return best
-    best = _sized(costs, mesh, job, start, min(first * GRAIN_TOKENS, num_tokens))
+    best = _sized(costs, mesh, job, start, first_grain(start, num_tokens))
     low, high = first, last
     while high - low > 1:
         middle = (low + high) // 2
