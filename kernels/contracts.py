@@ -32,6 +32,12 @@ class KdaScan(NamedTuple):
     """fp32 state after each segment; an empty segment hands on its initial state."""
 
 
+class KdaStep(NamedTuple):
+    out_NGV: torch.Tensor
+    states_GKV: list[torch.Tensor]
+    """fp32 states after the token, one tensor a request: each lives and dies with its own job."""
+
+
 class KdaKernels(Protocol):
     """Kimi Delta Attention (spec: arXiv 2510.26692; README in kernels/kda). State [G, K, V] fp32, decay first, output
     read after the update. Valid for every gate in [-inf, 0]; strictly causal."""
@@ -75,16 +81,18 @@ class KdaKernels(Protocol):
 
     def step(
         self,
-        q_HK: torch.Tensor,
-        k_HK: torch.Tensor,
-        v_GV: torch.Tensor,
-        g_GK: torch.Tensor,
-        beta_G: torch.Tensor,
-        state_GKV: torch.Tensor,
+        q_NHK: torch.Tensor,
+        k_NHK: torch.Tensor,
+        v_NGV: torch.Tensor,
+        g_NGK: torch.Tensor,
+        beta_NG: torch.Tensor,
+        states_GKV: Sequence[torch.Tensor],
         *,
         scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token of decode: (out [G, V], new state)."""
+        in_place: bool = False,
+    ) -> KdaStep:
+        """One token of each of N requests, outputs in v's dtype: `scan` over segments of one row. Each state is read
+        and written once. `in_place` writes the new states over the given ones and returns those."""
         ...
 
 

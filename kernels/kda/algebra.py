@@ -17,6 +17,18 @@ def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+def keep_states(
+    new_GKV: Sequence[torch.Tensor], given_GKV: Sequence[torch.Tensor], *, in_place: bool
+) -> list[torch.Tensor]:
+    """The new states, or with `in_place` the given tensors, which then hold them."""
+    if not in_place:
+        return list(new_GKV)
+    for given, new in zip(given_GKV, new_GKV, strict=True):
+        if new is not given:
+            given.copy_(new)
+    return list(given_GKV)
+
+
 def compose(later: Summary, earlier: Summary) -> Summary:
     """The summary of `earlier` followed by `later`: (M2 M1, M2 E1 + E2).
 

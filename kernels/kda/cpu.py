@@ -1,7 +1,7 @@
-"""KDA by the compiled kernels (cpu_src/kda.cpp): fp32 accuracy for every gate; fp64 inputs go to `plain`.
+"""KDA by the compiled kernels (cpu_src): fp32 accuracy for every gate; fp64 inputs go to `plain`.
 
 Legend: T tokens, H q/k heads, G value heads (value head g uses q/k head g * H // G), K key dim, V value dim,
-N segments.
+N segments or requests.
 
 `prepare` is lazy: the state-independent part of a tile is cheaper to make again (a sixth of the work) than to write to
 memory and read back, so `scan` and `summarize` each make it tile by tile and nothing grows with T.
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from longprefill.kernels.contracts import KdaScan, Summary
+from longprefill.kernels.contracts import KdaScan, KdaStep, Summary
 from longprefill.kernels.native.library import COMPILED_DTYPES, ops
 from longprefill.kernels.segments import segment_bounds
 
 from . import plain
-from .algebra import compute_dtype
+from .algebra import compute_dtype, keep_states
 
 L2_EPS = 1e-6
 MAX_KEY_DIM = 256
@@ -114,17 +114,18 @@ def scan(prepared: PreparedInputs | plain.PreparedTiles, initial_state_NGKV: tor
 
 
 def step(
-    q_HK: torch.Tensor, k_HK: torch.Tensor, v_GV: torch.Tensor, g_GK: torch.Tensor, beta_G: torch.Tensor,
-    state_GKV: torch.Tensor, *, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """One token of decode: (out [G, V] in v's dtype, new state). Reads the old state once for both k and q."""
-    tensors = (q_HK, k_HK, v_GV, g_GK, beta_G, state_GKV)
-    if compute_dtype(*tensors) == torch.float64 or k_HK.shape[-1] > MAX_KEY_DIM:
-        return plain.step(*tensors, scale=scale)
-    q_1HK, k_1HK, g_1GK, beta_1G = (x.float().contiguous().unsqueeze(0) for x in (q_HK, k_HK, g_GK, beta_G))
-    v_1GV = _compiled(v_GV).contiguous().unsqueeze(0)
-    out_1GV, new_GKV = ops().kda_step(q_1HK, k_1HK, v_1GV, g_1GK, beta_1G, state_GKV.float().contiguous(), scale)
-    return out_1GV[0].to(v_GV.dtype), new_GKV
+    q_NHK: torch.Tensor, k_NHK: torch.Tensor, v_NGV: torch.Tensor, g_NGK: torch.Tensor, beta_NG: torch.Tensor,
+    states_GKV: Sequence[torch.Tensor], *, scale: float, in_place: bool = False,
+) -> KdaStep:  # fmt: skip
+    """One token of each request; threads take (request, head) pairs."""
+    tensors = (q_NHK, k_NHK, v_NGV, g_NGK, beta_NG)
+    if compute_dtype(*tensors, *states_GKV) == torch.float64:
+        return plain.step(*tensors, states_GKV, scale=scale, in_place=in_place)
+    q_NHK, k_NHK, g_NGK, beta_NG = (_rows(x.float()) for x in (q_NHK, k_NHK, g_NGK, beta_NG))
+    old_GKV = [state.float().contiguous() for state in states_GKV]
+    new_GKV = old_GKV if in_place else [torch.empty_like(state) for state in old_GKV]
+    out_NGV = ops().kda_step(q_NHK, k_NHK, _rows(_compiled(v_NGV)), g_NGK, beta_NG, old_GKV, new_GKV, scale)
+    return KdaStep(out_NGV.to(v_NGV.dtype), keep_states(new_GKV, states_GKV, in_place=in_place))
 
 
 def _compiled(x: torch.Tensor) -> torch.Tensor:

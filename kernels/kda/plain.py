@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from longprefill.kernels.contracts import KdaScan, Summary
+from longprefill.kernels.contracts import KdaScan, KdaStep, Summary
 
-from .algebra import compute_dtype
+from .algebra import compute_dtype, keep_states
 from .tiles import TILE_TOKENS as C
 from .tiles import TileTable, tile_table
 
@@ -180,21 +180,24 @@ def scan(prepared: PreparedTiles, initial_state_NGKV: torch.Tensor | None) -> Kd
 
 
 def step(
-    q_HK: torch.Tensor, k_HK: torch.Tensor, v_GV: torch.Tensor, g_GK: torch.Tensor, beta_G: torch.Tensor,
-    state_GKV: torch.Tensor, *, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """One token of decode: (out [G, V] in v's dtype, new state). Reads the old state once for both k and q."""
-    dtype = compute_dtype(q_HK, k_HK, v_GV, g_GK, beta_G, state_GKV)
-    repeat = v_GV.shape[0] // k_HK.shape[0]
-    k_q_G2K = torch.stack([k_HK, q_HK], dim=1).to(dtype).repeat_interleave(repeat, 0)
-    alpha_GK = g_GK.to(dtype).exp()
-    state_GKV = state_GKV.to(dtype)
-    read_G2V = torch.bmm(k_q_G2K * alpha_GK.unsqueeze(1), state_GKV)
-    delta_GV = beta_G.to(dtype).unsqueeze(-1) * (v_GV.to(dtype) - read_G2V[:, 0])
-    overlap_G1 = torch.linalg.vecdot(k_q_G2K[:, 0], k_q_G2K[:, 1]).unsqueeze(-1)
-    out_GV = scale * (read_G2V[:, 1] + overlap_G1 * delta_GV)
-    new_GKV = (alpha_GK.unsqueeze(-1) * state_GKV).baddbmm_(k_q_G2K[:, 0].unsqueeze(-1), delta_GV.unsqueeze(1))
-    return out_GV.to(v_GV.dtype), new_GKV
+    q_NHK: torch.Tensor, k_NHK: torch.Tensor, v_NGV: torch.Tensor, g_NGK: torch.Tensor, beta_NG: torch.Tensor,
+    states_GKV: Sequence[torch.Tensor], *, scale: float, in_place: bool = False,
+) -> KdaStep:  # fmt: skip
+    """One token of each request, request by request: a state is in cache when it is updated."""
+    dtype = compute_dtype(q_NHK, k_NHK, v_NGV, g_NGK, beta_NG, *states_GKV)
+    repeat = v_NGV.shape[1] // k_NHK.shape[1]
+    k_q_NG2K = torch.stack([k_NHK, q_NHK], dim=2).to(dtype).repeat_interleave(repeat, 1)
+    overlap_NG1 = torch.linalg.vecdot(k_q_NG2K[:, :, 0], k_q_NG2K[:, :, 1]).unsqueeze(-1)
+    alpha_NGK = g_NGK.to(dtype).exp()
+    out_NGV, new_GKV = v_NGV.new_empty(v_NGV.shape), []
+    for n, given_GKV in enumerate(states_GKV):
+        state_GKV, alpha_G1K = given_GKV.to(dtype), alpha_NGK[n].unsqueeze(1)
+        read_G2V = torch.bmm(k_q_NG2K[n] * alpha_G1K, state_GKV)
+        delta_GV = beta_NG[n].to(dtype).unsqueeze(-1) * (v_NGV[n].to(dtype) - read_G2V[:, 0])
+        out_NGV[n] = scale * (read_G2V[:, 1] + overlap_NG1[n] * delta_GV)
+        decayed_GKV = alpha_G1K.transpose(1, 2) * state_GKV
+        new_GKV.append(decayed_GKV.baddbmm_(k_q_NG2K[n, :, 0].unsqueeze(-1), delta_GV.unsqueeze(1)))
+    return KdaStep(out_NGV, keep_states(new_GKV, states_GKV, in_place=in_place))
 
 
 def _flush_denormals(x_GKK: torch.Tensor) -> bool:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from longprefill.kernels.contracts import KdaScan, Summary
+from longprefill.kernels.contracts import KdaScan, KdaStep, Summary
 from longprefill.kernels.segments import segment_bounds
 
-from .algebra import compute_dtype
+from .algebra import compute_dtype, keep_states
 
 L2_EPS = 1e-6
 
@@ -110,13 +110,14 @@ def scan(prepared: PreparedTokens, initial_state_NGKV: torch.Tensor | None) -> K
 
 
 def step(
-    q_HK: torch.Tensor, k_HK: torch.Tensor, v_GV: torch.Tensor, g_GK: torch.Tensor, beta_G: torch.Tensor,
-    state_GKV: torch.Tensor, *, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """One token of decode: (out [G, V] in v's dtype, new state)."""
-    rows = [x.unsqueeze(0) for x in (q_HK, k_HK, v_GV, g_GK, beta_G)]
-    out_TGV, state_NGKV = scan(prepare(*rows, offsets=[0, 1], scale=scale), state_GKV.unsqueeze(0))
-    return out_TGV[0], state_NGKV[0]
+    q_NHK: torch.Tensor, k_NHK: torch.Tensor, v_NGV: torch.Tensor, g_NGK: torch.Tensor, beta_NG: torch.Tensor,
+    states_GKV: Sequence[torch.Tensor], *, scale: float, in_place: bool = False,
+) -> KdaStep:  # fmt: skip
+    """One token of each request: N segments of one row."""
+    offsets = range(v_NGV.shape[0] + 1)
+    prepared = prepare(q_NHK, k_NHK, v_NGV, g_NGK, beta_NG, offsets=offsets, scale=scale)
+    out_NGV, new_NGKV = scan(prepared, torch.stack(list(states_GKV)) if states_GKV else None)
+    return KdaStep(out_NGV, keep_states(new_NGKV.unbind(), states_GKV, in_place=in_place))
 
 
 def _run(

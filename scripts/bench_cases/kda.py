@@ -79,32 +79,35 @@ def summary(seed: int) -> Iterator[Case]:
 
 
 def decode(seed: int) -> Iterator[Case]:
-    """One token of 64 layers of H = 32 heads each: 128 MiB of states, as decode meets them (not in cache)."""
-    layers, heads = 64, 32
+    """One token of 64 requests of H = 32 heads each: 128 MiB of states, as decode meets them (not in cache), written in
+    place. The peer `new states` writes them elsewhere."""
+    requests, heads = 64, 32
     generator = torch.Generator().manual_seed(seed)
-    q, k = (reference.l2_normalize(torch.randn(heads, K, generator=generator)) for _ in range(2))
-    v, g = torch.randn(heads, V, generator=generator), -1e-3 * torch.rand(heads, K, generator=generator)
-    beta, states = torch.rand(heads, generator=generator), torch.randn(layers, heads, K, V, generator=generator)
+    q, k = (reference.l2_normalize(torch.randn(requests, heads, K, generator=generator)) for _ in range(2))
+    v = torch.randn(requests, heads, V, generator=generator)
+    g = -1e-3 * torch.rand(requests, heads, K, generator=generator)
+    inputs = (q, k, v, g, torch.rand(requests, heads, generator=generator))
+    states = list(torch.randn(requests, heads, K, V, generator=generator).unbind())
 
-    def run(backend: Any) -> None:
-        for state in states:
-            backend.step(q, k, v, g, beta, state, scale=K**-0.5)
+    def run(backend: Any, *, in_place: bool = True) -> None:
+        backend.step(*inputs, states, scale=K**-0.5, in_place=in_place)
 
     def check() -> None:
-        inputs = (q, k, v, g, beta, states[0])
-        expected = reference.step(*(x.double() for x in inputs), scale=K**-0.5)
-        for found, wanted in zip(cpu.step(*inputs, scale=K**-0.5), expected, strict=True):
-            assert_close(found, wanted, TOLERANCE)
+        some, few = tuple(x[:2] for x in inputs), states[:2]
+        expected = reference.step(*(x.double() for x in some), [x.double() for x in few], scale=K**-0.5)
+        found = cpu.step(*some, few, scale=K**-0.5)
+        assert_close(found.out_NGV, expected.out_NGV, TOLERANCE)
+        assert_close(torch.stack(found.states_GKV), torch.stack(expected.states_GKV), TOLERANCE)
 
     yield Case(
-        shape=f"layers={layers} H={heads} K={K} V={V}",
+        shape=f"N={requests} H={heads} K={K} V={V}",
         dtype="fp32",
         run=lambda: run(cpu),
         check=check,
-        flops=layers * heads * 7 * K * V,
-        bytes=layers * heads * 2 * K * V * 4,
+        flops=requests * heads * 7 * K * V,
+        bytes=requests * heads * 4 * (2 * K * V + 3 * K + 2 * V + 1),
         bound="memory",
-        peers={"plain": lambda: run(plain)},
+        peers={"new states": lambda: run(cpu, in_place=False), "plain": lambda: run(plain)},
     )
 
 

@@ -128,6 +128,23 @@ def test_tokens_do_not_depend_on_the_batch(engine: Engine, alone: Alone, num_job
     assert len({tuple(alone[length, 0]) for length in LENGTHS[:num_jobs]}) == num_jobs, "streams that differ"
 
 
+def test_states_of_all_jobs_go_through_one_step_a_layer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = Decoding(engine, LENGTHS[:3])
+    kernels = decoding.rank.kernels.kda
+    sound, sizes = kernels.step, []
+
+    def step(*inputs: Any, **options: Any) -> Any:
+        sizes.append(len(inputs[-1]))
+        return sound(*inputs, **options)
+
+    monkeypatch.setattr(kernels, "step", step)
+    monkeypatch.setattr(kernels, "scan", None)
+    for job in range(3):
+        decoding.batch.generate(request(job))
+    decoding.run()
+    assert sizes == [3] * (NUM_NEW - 1)
+
+
 @pytest.mark.parametrize("max_running", [1, 4])
 def test_samples_of_a_prompt_share_its_pages(engine: Engine, alone: Alone, max_running: int) -> None:
     """Three continuations of each prompt; with few at once the last begin when the first have filled shared pages'

@@ -235,62 +235,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> summarize(const at::Tensor& k, co
     return {states, transitions, is_there};
 }
 
-// One token: out [G, V] in v's dtype and the new state. The old state is read once for k and q together.
-std::tuple<at::Tensor, at::Tensor> step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                        const at::Tensor& g, const at::Tensor& beta, const at::Tensor& state,
-                                        double scale) {
-    const Shape shape(q, k, v, g, beta);
-    at::Tensor out = at::empty(v.sizes(), v.options()), new_state = at::empty(state.sizes(), state.options());
-    const float* state_data = state.const_data_ptr<float>();
-    float* new_data = new_state.mutable_data_ptr<float>();
-    for_float_type(v, "v", [&](auto* type) {
-        using V = std::remove_pointer_t<decltype(type)>;
-        V* out_data = out.mutable_data_ptr<V>();
-        at::parallel_for(0, shape.heads, 4, [&](int64_t begin, int64_t stop) {
-            const FlushDenormals flush;
-            const int64_t columns = shape.num_values;
-            std::vector<float> alpha(shape.padded_keys), delta(columns);
-            for (int64_t head = begin; head < stop; ++head) {
-                const auto in = shape.inputs<V>(q, k, v, g, beta, 0, head);
-                const float* old = state_data + head * shape.num_keys * columns;
-                float* fresh = new_data + head * shape.num_keys * columns;
-                float overlap = 0;
-                for_each_vector(shape.num_keys, [&](int64_t c, int count) {
-                    store_some(alpha.data() + c, exp(load_some(in.g + c, count)), count);
-                });
-                for (int64_t c = 0; c < shape.num_keys; ++c) overlap += in.k[c] * in.q[c];
-                for_each_vector(columns, [&](int64_t j, int count) {
-                    Vec with_k[2] = {}, with_q[2] = {};
-                    int64_t c = 0;
-                    for (; c + 2 <= shape.num_keys; c += 2)
-                        for (int part = 0; part < 2; ++part) {
-                            const Vec decayed = load_some(old + (c + part) * columns + j, count) * alpha[c + part];
-                            with_k[part] += decayed * in.k[c + part];
-                            with_q[part] += decayed * in.q[c + part];
-                        }
-                    if (c < shape.num_keys) {
-                        const Vec decayed = load_some(old + c * columns + j, count) * alpha[c];
-                        with_k[0] += decayed * in.k[c];
-                        with_q[0] += decayed * in.q[c];
-                    }
-                    const Vec change = (load_some(in.v + j, count) - (with_k[0] + with_k[1])) * in.beta[0];
-                    store_some(delta.data() + j, change, count);
-                    store_some(out_data + head * columns + j,
-                               (with_q[0] + with_q[1] + change * overlap) * static_cast<float>(scale), count);
-                });
-                for (int64_t c = 0; c < shape.num_keys; ++c)
-                    for_each_vector(columns, [&](int64_t j, int count) {
-                        store_some(fresh + c * columns + j,
-                                   load_some(old + c * columns + j, count) * alpha[c] +
-                                       load_some(delta.data() + j, count) * in.k[c],
-                                   count);
-                    });
-            }
-        });
-    });
-    return {out, new_state};
-}
-
 // Log decay, fp32, from x [T, G, K], slope = exp(A_log) [G], bias [G, K].
 at::Tensor gate(const at::Tensor& x, const at::Tensor& slope, const at::Tensor& bias,
                 std::optional<double> lower_bound) {
@@ -357,9 +301,6 @@ LONGPREFILL_OPS(kda, m) {
     m.def("kda_summarize(Tensor k, Tensor v, Tensor g, Tensor beta, int start, int end, Tensor? initial) -> "
           "(Tensor, Tensor, Tensor)",
           TORCH_FN(summarize));
-    m.def("kda_step(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, float scale) -> "
-          "(Tensor, Tensor)",
-          TORCH_FN(step));
     m.def("kda_gate(Tensor x, Tensor slope, Tensor bias, float? lower_bound) -> Tensor", TORCH_FN(gate));
     m.def("kda_l2_normalize(Tensor x, float eps) -> Tensor", TORCH_FN(l2_normalize));
 }

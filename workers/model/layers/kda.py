@@ -13,6 +13,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -107,25 +109,34 @@ class KdaLayer:
                 offsets.append(offsets[-1] + ctx.local[n].length)
             return kernels.prepare(*parts, offsets=offsets, scale=scale)
 
-        def scan(numbers: list[int], prepared, initial_NGKV: torch.Tensor) -> torch.Tensor:
-            result = kernels.scan(prepared, initial_NGKV)
+        def keep(numbers: list[int], out_RGV: torch.Tensor, states_GKV: Sequence[torch.Tensor]) -> None:
             row = 0
-            for i, n in enumerate(numbers):
+            for n, state_GKV in zip(numbers, states_GKV, strict=True):
                 fragment = ctx.local[n]
-                out_TGV[ctx.offsets[n] : ctx.offsets[n + 1]] = result.out_TGV[row : row + fragment.length]
+                out_TGV[ctx.offsets[n] : ctx.offsets[n + 1]] = out_RGV[row : row + fragment.length]
                 row += fragment.length
                 if ctx.is_last(fragment):
-                    self._keep_state(fragment.job, result.state_NGKV[i], ctx)
-            return result.state_NGKV
+                    self._keep_state(fragment.job, state_GKV, ctx)
+
+        def scan_first(numbers: list[int]) -> Sequence[torch.Tensor]:
+            """States after the fragments that start their chain; where all are one token, as in decode, by `step`."""
+            before_GKV = [ctx.jobs[ctx.local[n].job].before.kda[self.index].state_GKV for n in numbers]
+            if all(ctx.local[n].length == 1 for n in numbers):
+                rows = torch.tensor([ctx.offsets[n] for n in numbers])
+                out_RGV, states_GKV = kernels.step(*(stream[rows] for stream in streams), before_GKV, scale=scale)
+            else:
+                out_RGV, states_NGKV = kernels.scan(prepare(numbers), torch.stack(before_GKV))
+                states_GKV = states_NGKV.unbind()
+            keep(numbers, out_RGV, states_GKV)
+            return states_GKV
 
         published: dict = {}
         first = [n for n, fragment in enumerate(ctx.local) if fragment.order == 0]
         later = [n for n, fragment in enumerate(ctx.local) if fragment.order > 0]
         if first:
             with ctx.tracer.span("kda.scan_first"):
-                before = torch.stack([ctx.jobs[ctx.local[n].job].before.kda[self.index].state_GKV for n in first])
-                states_NGKV = scan(first, prepare(first), before)
-            for state_GKV, n in zip(states_NGKV, first, strict=True):
+                states_GKV = scan_first(first)
+            for state_GKV, n in zip(states_GKV, first, strict=True):
                 if publishes(ctx.layout, ctx.local[n]):
                     published[ctx.local[n]] = Summary(state_GKV, None)
         prepared = None
@@ -138,7 +149,8 @@ class KdaLayer:
         incoming = EXCHANGES[ctx.exchange](self.config, published, ctx)
         if later:
             with ctx.tracer.span("kda.scan"):
-                scan(later, prepared, torch.stack([incoming[ctx.local[n]] for n in later]))
+                result = kernels.scan(prepared, torch.stack([incoming[ctx.local[n]] for n in later]))
+                keep(later, result.out_TGV, result.state_NGKV.unbind())
         return out_TGV
 
     def _keep_state(self, job: int, state_GKV: torch.Tensor, ctx: StepContext) -> None:
