@@ -133,7 +133,14 @@ def _print_rows(rows: Sequence[Metrics], reference: Metrics | None, cluster: Clu
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{rows[0].jobs} jobs on {cluster.num_devices} device(s)")
+    is_formula = cluster.costs.kind == "quadratic"
+    unused = (
+        "a step's time is one formula: [network] and devices play no part, as they do with kind = 'work' in [costs]"
+    )
+    table = Table(
+        title=f"{rows[0].jobs} jobs on {cluster.num_devices} device(s)",
+        caption=unused if is_formula and (cluster.nodes or cluster.network) else None,
+    )
     table.add_column("")
     for row in rows:
         table.add_column(row.policy, justify="right")

@@ -58,8 +58,13 @@ def service_costs(config: ServiceConfig, model: ModelConfig) -> OnlineCosts:
         kind = pool.device.partition(":")[0]
         base = CountedCosts(shape, NOMINAL_FLOPS_PER_S.get(kind, NOMINAL_FLOPS_PER_S["cpu"]))
         return OnlineCosts(base, pool.layout)
+    from longprefill.orchestrator.costs.placement import Placement
     from longprefill.orchestrator.costs.profile_file import find_profile
     from longprefill.orchestrator.costs.quick import QuickCosts
 
     profile = find_profile(config.scheduler.profile, Path.cwd())
-    return OnlineCosts(QuickCosts(lambda _: shape, profile, devices_per_node=pool.num_ranks), pool.layout)
+
+    def placement(mesh: Mesh) -> Placement:
+        return Placement(cp=mesh.cp, tp=mesh.tp, cp_per_node=mesh.cp, profiles=(profile,))
+
+    return OnlineCosts(QuickCosts(lambda _: shape, placement), pool.layout)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from longprefill.orchestrator.costs.placement import Placement
-from longprefill.orchestrator.costs.profile import DeviceProfile
 from longprefill.orchestrator.costs.step import StepCosts, StepOptions, StepTime
 from longprefill.orchestrator.scheduler.jobs import Mesh
 from longprefill.partition.generators import LayoutKind
@@ -20,18 +19,16 @@ Spans = tuple[tuple[int, int], ...]
 """(start, end) of each slice of a step."""
 ShapeOf = Callable[[int], ModelShape]
 """From tensor-parallel ranks to the model as one of them holds it."""
+PlacementOf = Callable[[Mesh], Placement]
 
 
 class QuickCosts:
     """`scheduler.jobs.StepCosts` from counted work. A slice's work is that of its end less that of its start; balance,
     waiting and exchanges come from full counts of coarser slices."""
 
-    def __init__(
-        self, shape_of: ShapeOf, profile: DeviceProfile, *, devices_per_node: int, options: StepOptions | None = None
-    ) -> None:
+    def __init__(self, shape_of: ShapeOf, placement_of: PlacementOf, options: StepOptions | None = None) -> None:
         self._shape_of = shape_of
-        self.profile = profile
-        self.devices_per_node = devices_per_node
+        self._placement_of = placement_of
         self.options = options or StepOptions()
         self._costs = lru_cache(maxsize=None)(self._costs_of)
         self._up_to = lru_cache(maxsize=65536)(self._work_up_to)
@@ -49,9 +46,7 @@ class QuickCosts:
         return self._costs(mesh).step(slices, kind)
 
     def _costs_of(self, mesh: Mesh) -> StepCosts:
-        per_node = max(min(mesh.cp, self.devices_per_node // mesh.tp), 1)
-        placement = Placement(cp=mesh.cp, tp=mesh.tp, cp_per_node=per_node, profiles=(self.profile,))
-        return StepCosts(self._shape_of(mesh.tp), placement, self.options)
+        return StepCosts(self._shape_of(mesh.tp), self._placement_of(mesh), self.options)
 
     def _alone(self, start: int, end: int, num_tp: int) -> float:
         """Work of one context-parallel rank that does the slice alone: causal work adds up over slices, but for the

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longprefill.orchestrator.costs.placement import Placement
-from longprefill.orchestrator.costs.profile import DeviceProfile, Link
+from longprefill.orchestrator.costs.profile import DeviceProfile, Link, with_links
 from longprefill.orchestrator.costs.profile_file import find_profile
 from longprefill.orchestrator.simulator.cluster import Cluster, ClusterError, NetworkSettings, NodeSettings
 
@@ -17,7 +17,7 @@ class Machine:
     num_devices: int
     profile: DeviceProfile
     memory_bytes: int
-    """Of one device."""
+    """Of one device; 0 where it is not known and not needed."""
 
     @property
     def speed(self) -> float:
@@ -46,6 +46,21 @@ class Machines:
     @property
     def num_devices(self) -> int:
         return sum(machine.num_devices for machine in self.machines)
+
+    def more(self, num_devices: int) -> Machines:
+        """So many devices at least, on more machines like the first."""
+        first = self.machines[0]
+        return replace(self, machines=(first,) * -(-num_devices // first.num_devices))
+
+    def with_links(self, *, bandwidth: float, latency: float) -> Machines:
+        """The same machines with all links so many times as fast and as slow to answer."""
+        scaled = {
+            id(machine.profile): with_links(machine.profile, bandwidth=bandwidth, latency=latency)
+            for machine in self.machines
+        }
+        machines = tuple(replace(machine, profile=scaled[id(machine.profile)]) for machine in self.machines)
+        network = None if self.network is None else self.network.scaled(bandwidth=bandwidth, latency=latency)
+        return Machines(machines=machines, network=network)
 
     def num_slots(self, num_tp: int) -> int:
         """Tensor-parallel groups of a size that the machines hold; none crosses machines."""
@@ -98,8 +113,11 @@ class Machines:
         )
 
 
-def machines_of(cluster: Cluster, where: str, num_devices: int | None = None) -> Machines:
-    """The machines of a cluster file: its [[nodes]], else its fleet's units; the first `num_devices` of them.
+def machines_of(
+    cluster: Cluster, where: str, num_devices: int | None = None, *, default_device: str | None = None
+) -> Machines:
+    """The machines of a cluster file: its [[nodes]], else its fleet's units; the first `num_devices` of them. With a
+    `default_device` for files that name none, which is for costs alone, memory may be unknown.
 
     Raises:
         UserError: no device is named or known, its memory is not given, or there are fewer devices.
@@ -108,7 +126,7 @@ def machines_of(cluster: Cluster, where: str, num_devices: int | None = None) ->
     kinds = cluster.nodes or (NodeSettings(count=fleet.num_units, devices=fleet.devices_per_unit),)
     machines: list[Machine] = []
     for kind in kinds:
-        name = kind.device or cluster.costs.device
+        name = kind.device or cluster.costs.device or default_device
         if name is None:
             raise ClusterError(
                 f"{where} names no device: add device = NAME to [[nodes]] or [costs] (a shipped profile, or the file "
@@ -116,9 +134,9 @@ def machines_of(cluster: Cluster, where: str, num_devices: int | None = None) ->
             )
         profile = find_profile(name)
         memory = kind.memory_bytes or profile.memory_bytes
-        if memory is None:
+        if memory is None and default_device is None:
             raise ClusterError(f"{where}: device {name} has no memory size: add memory_gib to its [[nodes]]")
-        machines += [Machine(num_devices=kind.devices, profile=profile, memory_bytes=memory)] * kind.count
+        machines += [Machine(num_devices=kind.devices, profile=profile, memory_bytes=memory or 0)] * kind.count
     machines.sort(key=lambda machine: (machine.speed, machine.num_devices), reverse=True)
     everything = Machines(machines=tuple(machines), network=cluster.network)
     return everything if num_devices is None else _first(everything, num_devices, where)

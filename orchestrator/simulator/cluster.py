@@ -6,7 +6,7 @@ seed = 0
 [scheduler.tenant_weights]
 [costs]      kind = "quadratic": work_per_s (left out: from --load), scale_tokens
              kind = "work": model (a name or a directory), device (a name or a profile's file), exchange
-[[nodes]]    count, devices, device, memory_gib: the machines, for `plan`; left out: the fleet's units
+[[nodes]]    count, devices, device, memory_gib: the machines, which units fill; left out: a machine a unit
 [network]    gb_per_s (of one device), node_gb_per_s (shared by a machine's devices), latency_s, message_s
 [decode]     num_workers, slots_per_worker, token_s, handoff_gb_per_s, handoff_latency_s
 [prefix]     capacity_gib, state_share
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +46,7 @@ class CostSettings:
     model: str = "kimi_linear"
     """For counted work: a model's name or directory."""
     device: str | None = None
-    """For counted work: a profile's name or file; None: the example device."""
+    """For counted work: a profile's name or file; None: that of [[nodes]], else the example device."""
     exchange: str = "all_gather"
 
     def __post_init__(self) -> None:
@@ -156,6 +156,15 @@ class NetworkSettings:
         if not 0 <= self.latency_s < float("inf") or not 0 <= self.message_s < float("inf"):
             raise ClusterError(f"[network] latency_s={self.latency_s}, message_s={self.message_s}: need 0 or more")
 
+    def scaled(self, *, bandwidth: float, latency: float) -> NetworkSettings:
+        """So many times as fast and as slow to answer."""
+        return NetworkSettings(
+            bytes_per_s=None if self.bytes_per_s is None else self.bytes_per_s * bandwidth,
+            node_bytes_per_s=None if self.node_bytes_per_s is None else self.node_bytes_per_s * bandwidth,
+            latency_s=self.latency_s * latency,
+            message_s=self.message_s * latency,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
@@ -171,11 +180,6 @@ class Cluster:
     slo: SloSettings = field(default_factory=SloSettings)
     nodes: tuple[NodeSettings, ...] = ()
     network: NetworkSettings | None = None
-
-    @property
-    def devices_per_node(self) -> int:
-        """Devices that share a machine: of the largest of [[nodes]], else of a unit."""
-        return max((node.devices for node in self.nodes), default=self.fleet.devices_per_unit)
 
     @property
     def num_devices(self) -> int:
@@ -219,7 +223,34 @@ def read_cluster(path: Path | None) -> Cluster:
             given["device"] = str(path.parent / str(given["device"]))  # it lies beside the cluster file that names it
     sections = {name: _section(f"--cluster {path} [{name}]", SECTIONS[name], given) for name, given in content.items()}
     kinds = tuple(_section(f"--cluster {path} [[nodes]] {n}", NodeSettings, given) for n, given in enumerate(nodes))
+    if kinds:
+        is_counted = "num_units" in content.get("fleet", {})
+        fleet = _fleet_on(kinds, sections.get("fleet", FleetSettings()), f"--cluster {path}", is_counted=is_counted)
+        sections["fleet"] = fleet
     return Cluster(seed=seed, nodes=kinds, **sections)
+
+
+def _fleet_on(nodes: tuple[NodeSettings, ...], fleet: FleetSettings, where: str, *, is_counted: bool) -> FleetSettings:
+    """The fleet's units on the machines of [[nodes]]: as many as there is room for.
+
+    Raises:
+        ClusterError: units that do not fill the machines, or another number of them than was given.
+    """
+    size = fleet.devices_per_unit
+    for node in nodes:
+        is_spread = len(nodes) == 1 and size % node.devices == 0 and node.devices % fleet.tp == 0
+        if node.devices % size and not is_spread:
+            raise ClusterError(
+                f"{where}: units of devices_per_unit={size}, tp={fleet.tp} do not fill machines of {node.devices} "
+                "device(s): use a number that divides them, or of equal machines a multiple"
+            )
+    num_units = sum(node.count * node.devices for node in nodes) // size
+    if num_units < 1 or (is_counted and fleet.num_units != num_units):
+        raise ClusterError(
+            f"{where}: [fleet] num_units={fleet.num_units} of {size} device(s), [[nodes]] hold {num_units}: "
+            "leave num_units out, or make them agree"
+        )
+    return replace(fleet, num_units=num_units)
 
 
 def _toml(path: Path, what: str) -> dict[str, Any]:

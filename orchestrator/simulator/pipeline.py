@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from longprefill.orchestrator.costs.rates import LinkRates
+from longprefill.orchestrator.scheduler.jobs import Mesh
 from longprefill.orchestrator.simulator.subject import Subject
 from longprefill.partition.layout import Slice
 
@@ -60,7 +61,7 @@ def _time(subject: Subject, num_tokens: int, num_stages: int, chunk_tokens: int)
     starts = [*range(0, num_tokens, chunk_tokens), num_tokens]
     prompt_s = costs.layer_seconds([Slice(job=0, start=0, end=num_tokens)])
     borders = even_stages([prompt_s[layer] for layer in model.layers], num_stages)
-    links = LinkRates(subject.profile.links, subject.profile.name)
+    links = LinkRates(subject.placement(Mesh(cp=num_stages)).links, subject.profile.name)
     scope = "node" if num_stages <= subject.devices_per_node else "network"
     free_s = [0.0] * num_stages
     used_s = 0.0

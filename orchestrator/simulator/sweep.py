@@ -11,10 +11,9 @@ rank; serialisation: fullest rank's work over that and all waiting for one anoth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import get_args
 
-from longprefill.orchestrator.costs.profile import with_links
 from longprefill.orchestrator.costs.prompt import PromptTime, prompt_time
 from longprefill.orchestrator.costs.step import StepCosts
 from longprefill.orchestrator.simulator.pipeline import pipeline_time
@@ -88,8 +87,8 @@ def sensitivity(subject: Subject, num_tokens: int, num_devices: int) -> list[Sen
     base = _best(subject.costs(num_devices), num_tokens)
 
     def changed(*, bandwidth: float = 1.0, latency: float = 1.0) -> float:
-        profile = with_links(subject.profile, bandwidth=bandwidth, latency=latency)
-        return _best(replace(subject, profile=profile).costs(num_devices), num_tokens).time.seconds
+        other = subject.with_links(bandwidth=bandwidth, latency=latency)
+        return _best(other.costs(num_devices), num_tokens).time.seconds
 
     rows: list[tuple[str, float, float]] = []
     for factor in (0.1, 0.25, 0.5, 2.0, 4.0):

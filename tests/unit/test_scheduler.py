@@ -258,18 +258,19 @@ def test_short_jobs_share_a_step() -> None:
 def test_no_promise_is_missed_in_bursts() -> None:
     """The two cases that once missed some: steps that share a second, and grains slower than the target."""
     source = random.Random(0)
-    cases = ({"pack_tokens": 4096, "step_target_s": 1.0}, {"step_target_s": 0.001}, {"pack_tokens": 4096})
-    for number in range(30):
+    cases: list[dict[str, object]] = [{"pack_tokens": 4096, "step_target_s": 1.0}, {"step_target_s": 0.001}]
+    for number in range(20):
         now, jobs = 0.0, []
         for job in range(25):
             now += source.choice([0.0, 0.0, 0.001, 0.05])
             tokens = source.choice([source.randint(1, 4000), source.randint(4000, 120_000)])
             deadline_s = now + source.choice([float("inf"), float("inf"), 0.05, 1.0])
             jobs.append(Job(id=job, num_tokens=tokens, arrival_s=now, deadline_s=deadline_s))
-        fields = {"step_tokens": None} | cases[number % len(cases)]
-        run = drive(scheduler(costs=QuadraticCosts(work_per_s=source.choice([1e5, 1e6])), **fields), jobs)
-        late = {job: run.finish_s[job] - answer.latest_s for job, answer in run.answers.items()}
-        assert max(late.values()) <= 1e-6, (number, fields, late)
+        costs, fields = QuadraticCosts(work_per_s=source.choice([1e5, 1e6])), cases[number % len(cases)]
+        run = drive(scheduler(costs=costs, step_tokens=None, **fields), jobs)
+        for job, answer in run.answers.items():
+            assert isinstance(answer, Admitted)
+            assert run.finish_s[job] <= answer.latest_s + 1e-6, (number, fields, job)
 
 
 def test_a_prefix_is_used_where_it_is_fetched_or_computed_again() -> None:

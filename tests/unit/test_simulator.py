@@ -221,6 +221,52 @@ def test_quick_costs_follow_the_full_count(model: str) -> None:
     assert costs.step_seconds(piece, "zigzag", Mesh(cp=8)) == pytest.approx(exact_s, rel=1e-2)
 
 
+NODES = "[[nodes]]\ncount = 4\ndevices = 2\ndevice = 'h200'\n"
+
+
+def test_the_clusters_network_is_what_machines_exchange_over(tmp_path: Path) -> None:
+    """In replays and sweeps alike; the devices of [[nodes]] are the replay's."""
+    step, prompts = [], []
+    for gb_per_s in (0.001, 45):
+        (tmp_path / "c.toml").write_text(f"{NODES}[network]\ngb_per_s = {gb_per_s}\n[costs]\nkind = 'work'\n")
+        cluster = read_cluster(tmp_path / "c.toml")
+        costs, piece = counted_costs(cluster)(), (Slice(job=0, start=0, end=65536),)
+        step.append([costs.step_seconds(piece, "zigzag", Mesh(cp=size)) for size in (2, 4)])
+        prompts += [row.seconds for row in strong_scaling(subject_of(cluster), 65536, (2, 16))[:2]]
+        assert subject_of(cluster).profile.name == "h200"
+    assert step[0][0] == step[1][0]  # one machine
+    assert step[0][1] > 2 * step[1][1]
+    assert prompts[0] == prompts[2]
+    assert prompts[1] > 2 * prompts[3]
+    slow, fast = (sensitivity(subject_of(read_cluster(tmp_path / "c.toml")), 65536, 16)[n].seconds for n in (0, 4))
+    assert slow > fast
+
+
+def test_units_fill_the_machines(tmp_path: Path) -> None:
+    def fleet(text: str) -> FleetSettings:
+        (tmp_path / "c.toml").write_text(NODES + text)
+        return read_cluster(tmp_path / "c.toml").fleet
+
+    assert fleet("").num_units == 8
+    assert fleet("[fleet]\ndevices_per_unit = 2\n").num_units == 4
+    assert fleet("[fleet]\ndevices_per_unit = 4\n").num_units == 2
+    assert fleet("[fleet]\nnum_units = 4\ndevices_per_unit = 2\n").num_units == 4
+    for text, words in (
+        ("[fleet]\nnum_units = 4\n", r"num_units=4 of 1 device\(s\), \[\[nodes\]\] hold 8"),
+        ("[fleet]\ndevices_per_unit = 3\n", "do not fill machines of 2"),
+        ("[fleet]\ndevices_per_unit = 4\ntp = 4\n", "tp=4 do not fill machines of 2"),
+        ("[fleet]\ndevices_per_unit = 16\n", r"\[\[nodes\]\] hold 0"),
+    ):
+        with pytest.raises(ClusterError, match=words):
+            fleet(text)
+
+
+def test_several_kinds_of_devices_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(NODES + "[[nodes]]\ndevice = 'h100'\n[costs]\nkind = 'work'\n")
+    with pytest.raises(ClusterError, match=r"several kinds of devices \(h100, h200\): simulate takes one"):
+        counted_costs(read_cluster(tmp_path / "c.toml"))
+
+
 def test_efficiency_is_the_product_of_its_parts() -> None:
     rows = strong_scaling(subject(), 131_072, (1, 2, 16))
     rows += weak_scaling(subject(), 8192, (1, 4))
