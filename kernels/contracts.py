@@ -30,6 +30,8 @@ class KdaScan(NamedTuple):
     out_TGV: torch.Tensor
     state_NGKV: torch.Tensor
     """fp32 state after each segment; an empty segment hands on its initial state."""
+    interior_BGKV: torch.Tensor
+    """fp32 states inside of segments, those that were asked for, in that order."""
 
 
 class KdaStep(NamedTuple):
@@ -75,8 +77,16 @@ class KdaKernels(Protocol):
         None."""
         ...
 
-    def scan(self, prepared: Any, initial_state_NGKV: torch.Tensor | None) -> KdaScan:
-        """Outputs (dtype of v) and final states of all segments from their initial states (None: zeros)."""
+    def scan(
+        self,
+        prepared: Any,
+        initial_state_NGKV: torch.Tensor | None,
+        *,
+        interior: Sequence[tuple[int, int]] = (),
+    ) -> KdaScan:
+        """Outputs (dtype of v) and final states of all segments from their initial states (None: zeros). `interior`
+        asks for B states on the way, as a cache of prefixes wants them at page borders: (segment, number of its rows
+        that they come after), a multiple of 64 and at most its length."""
         ...
 
     def step(

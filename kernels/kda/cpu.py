@@ -20,6 +20,7 @@ from longprefill.kernels.segments import segment_bounds
 
 from . import plain
 from .algebra import compute_dtype, keep_states
+from .tiles import check_interior
 
 L2_EPS = 1e-6
 MAX_KEY_DIM = 256
@@ -101,16 +102,22 @@ def summarize(
     return Summary(state_GKV, transition_GKK if bool(is_there_G.any()) else None)
 
 
-def scan(prepared: PreparedInputs | plain.PreparedTiles, initial_state_NGKV: torch.Tensor | None) -> KdaScan:
-    """Outputs in v's dtype and final states of all segments; threads take (segment, head) pairs."""
+def scan(
+    prepared: PreparedInputs | plain.PreparedTiles,
+    initial_state_NGKV: torch.Tensor | None,
+    *,
+    interior: Sequence[tuple[int, int]] = (),
+) -> KdaScan:
+    """Outputs in v's dtype and states of all segments; threads take (segment, head) pairs."""
     if isinstance(prepared, plain.PreparedTiles):
-        return plain.scan(prepared, initial_state_NGKV)
+        return plain.scan(prepared, initial_state_NGKV, interior=interior)
+    check_interior(interior, prepared.bounds)
     initial = None if initial_state_NGKV is None else initial_state_NGKV.float().contiguous()
-    out_TGV, state_NGKV = ops().kda_scan(
+    out_TGV, state_NGKV, interior_BGKV = ops().kda_scan(
         prepared.q_THK, prepared.k_THK, prepared.v_TGV, prepared.g_TGK, prepared.beta_TG,
-        prepared.offsets, prepared.scale, initial,
+        prepared.offsets, prepared.scale, initial, [n for n, _ in interior], [rows for _, rows in interior],
     )  # fmt: skip
-    return KdaScan(out_TGV.to(prepared.out_dtype), state_NGKV)
+    return KdaScan(out_TGV.to(prepared.out_dtype), state_NGKV, interior_BGKV)
 
 
 def step(

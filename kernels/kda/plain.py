@@ -18,7 +18,7 @@ from longprefill.kernels.contracts import KdaScan, KdaStep, Summary
 
 from .algebra import compute_dtype, keep_states
 from .tiles import TILE_TOKENS as C
-from .tiles import TileTable, tile_table
+from .tiles import TileTable, check_interior, tile_table
 
 L2_EPS = 1e-6
 GROUP_BYTES = 8 << 20
@@ -148,10 +148,14 @@ def summarize(prepared: PreparedTiles, segment: int, *, initial_state_GKV: torch
     return Summary(state_GKV, state_GKJ[:, :, num_values:].contiguous())
 
 
-def scan(prepared: PreparedTiles, initial_state_NGKV: torch.Tensor | None) -> KdaScan:
-    """Outputs in v's dtype and final states; at each step all running segments and heads go through one bmm."""
+def scan(
+    prepared: PreparedTiles, initial_state_NGKV: torch.Tensor | None, *, interior: Sequence[tuple[int, int]] = ()
+) -> KdaScan:
+    """Outputs in v's dtype and states; at each step all running segments and heads go through one bmm."""
     tiles, heads, num_values = prepared.tiles, prepared.num_heads, prepared.num_values
     num_keys, num_segments = prepared.k_YCK.shape[-1], len(tiles.tile_ids)
+    check_interior(interior, tiles.bounds)
+    interior_BGKV = prepared.k_YCK.new_empty(len(interior), heads, num_keys, num_values)
     sorted_NGKV = prepared.k_YCK.new_zeros(num_segments, heads, num_keys, num_values)
     if initial_state_NGKV is not None:
         for place, segment in enumerate(tiles.order):
@@ -160,7 +164,14 @@ def scan(prepared: PreparedTiles, initial_state_NGKV: torch.Tensor | None) -> Kd
         prepared.num_tokens, heads, num_values, dtype=prepared.out_dtype, device=prepared.k_YCK.device
     )
     state_YKV = sorted_NGKV.view(num_segments * heads, num_keys, num_values)
-    for first, end in tiles.steps:
+
+    def keep_interior(num_tiles: int) -> None:
+        for place, (segment, rows) in enumerate(interior):
+            if rows == num_tiles * C:
+                interior_BGKV[place] = sorted_NGKV[tiles.order.index(segment)]
+
+    for num_tiles, (first, end) in enumerate(tiles.steps):
+        keep_interior(num_tiles)
         which = slice(first * heads, end * heads)
         running_YKV = state_YKV[: (end - first) * heads]
         w_u_YCJ = prepared.w_u_YCJ[which]
@@ -173,10 +184,11 @@ def scan(prepared: PreparedTiles, initial_state_NGKV: torch.Tensor | None) -> Kd
             start, length = tiles.starts[tile], tiles.lengths[tile]
             tile_out_GCV = tile_out_YCV[(tile - first) * heads : (tile - first + 1) * heads]
             out_TGV[start : start + length] = tile_out_GCV[:, :length].transpose(0, 1)
+    keep_interior(len(tiles.steps))
     final_NGKV = torch.empty_like(sorted_NGKV)
     for place, segment in enumerate(tiles.order):
         final_NGKV[segment] = sorted_NGKV[place]
-    return KdaScan(out_TGV, final_NGKV)
+    return KdaScan(out_TGV, final_NGKV, interior_BGKV)
 
 
 def step(

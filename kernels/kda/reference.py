@@ -15,6 +15,7 @@ from longprefill.kernels.contracts import KdaScan, KdaStep, Summary
 from longprefill.kernels.segments import segment_bounds
 
 from .algebra import compute_dtype, keep_states
+from .tiles import check_interior
 
 L2_EPS = 1e-6
 
@@ -96,8 +97,11 @@ def summarize(prepared: PreparedTokens, segment: int, *, initial_state_GKV: torc
     )
 
 
-def scan(prepared: PreparedTokens, initial_state_NGKV: torch.Tensor | None) -> KdaScan:
-    """Outputs in v's dtype and the state after each segment."""
+def scan(
+    prepared: PreparedTokens, initial_state_NGKV: torch.Tensor | None, *, interior: Sequence[tuple[int, int]] = ()
+) -> KdaScan:
+    """Outputs in v's dtype and the state after each segment; for a state inside, the segment up to there once more."""
+    check_interior(interior, prepared.bounds)
     v_TGV, num_segments = prepared.v_TGV, len(prepared.bounds)
     shape = (num_segments, *prepared.k_TGK.shape[1:], v_TGV.shape[-1])
     state_NGKV = v_TGV.new_zeros(shape) if initial_state_NGKV is None else initial_state_NGKV.to(v_TGV.dtype)
@@ -106,7 +110,12 @@ def scan(prepared: PreparedTokens, initial_state_NGKV: torch.Tensor | None) -> K
         out_TGV, final_GKV = _run(prepared, start, end, v_TGV, state_GKV)
         outs.append(out_TGV)
         states.append(final_GKV)
-    return KdaScan(torch.cat(outs).to(prepared.out_dtype), torch.stack(states) if states else v_TGV.new_zeros(shape))
+    inside = [v_TGV.new_zeros(0, *shape[1:])]
+    for segment, rows in interior:
+        start = prepared.bounds[segment][0]
+        inside.append(_run(prepared, start, start + rows, v_TGV, state_NGKV[segment])[1].unsqueeze(0))
+    final_NGKV = torch.stack(states) if states else v_TGV.new_zeros(shape)
+    return KdaScan(torch.cat(outs).to(prepared.out_dtype), final_NGKV, torch.cat(inside))
 
 
 def step(
@@ -116,7 +125,7 @@ def step(
     """One token of each request: N segments of one row."""
     offsets = range(v_NGV.shape[0] + 1)
     prepared = prepare(q_NHK, k_NHK, v_NGV, g_NGK, beta_NG, offsets=offsets, scale=scale)
-    out_NGV, new_NGKV = scan(prepared, torch.stack(list(states_GKV)) if states_GKV else None)
+    out_NGV, new_NGKV, _ = scan(prepared, torch.stack(list(states_GKV)) if states_GKV else None)
     return KdaStep(out_NGV, keep_states(new_NGKV.unbind(), states_GKV, in_place=in_place))
 
 

@@ -288,6 +288,40 @@ def test_bf16_inputs_are_computed_in_fp32(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("heads", [(2, 4), (3, 9)])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_states_at_page_borders_are_those_of_a_scan_that_stops_there(
+    backend: Any, heads: tuple[int, int], with_state: bool
+) -> None:
+    case = make_case(offsets=(0, 150, 150, 278, 300, 364), heads=heads, regime="spikes")
+    interior = [(2, 128), (0, 0), (0, 128), (4, 64), (1, 0), (0, 64), (0, 128), (3, 0), (2, 64)]
+    initial = case.initial if with_state else None
+    result = backend.scan(case.prepare(backend), initial, interior=interior)
+    whole = backend.scan(case.prepare(backend), initial)
+    assert torch.equal(result.out_TGV, whole.out_TGV)
+    assert torch.equal(result.state_NGKV, whole.state_NGKV)
+    assert result.interior_BGKV.shape[0] == len(interior)
+    assert whole.interior_BGKV.shape[0] == 0
+    for found, (segment, rows) in zip(result.interior_BGKV, interior, strict=True):
+        start = case.offsets[segment]
+        names = ("q", "k", "v", "g", "beta")
+        part = case.changed(offsets=(0, rows), **{name: getattr(case, name)[start : start + rows] for name in names})
+        before = case.initial[segment : segment + 1] if with_state else None
+        assert torch.equal(found, backend.scan(part.prepare(backend), before).state_NGKV[0]), (segment, rows)
+        exact = part.doubled()
+        wanted = reference.scan(exact.prepare(reference), None if before is None else before.double())
+        assert_close(found, wanted.state_NGKV[0], op="kda", dim=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", [(0, 63), (0, 128), (1, 0), (-1, 0), (0, -64)])
+def test_states_off_the_grid_are_refused(backend: Any, place: tuple[int, int]) -> None:
+    case = make_case(tokens=100)
+    with pytest.raises(ValueError, match="interior state"):
+        backend.scan(case.prepare(backend), None, interior=[(0, 64), place])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_decode_steps_continue_a_prefill(backend: Any, in_place: bool) -> None:
     case = make_case(tokens=75, regime="spikes")

@@ -95,20 +95,44 @@ Ahead next_tile(const std::vector<HeadInputs<V>>& inputs, int64_t i, int64_t row
                  with_queries);
 }
 
-std::tuple<at::Tensor, at::Tensor> scan(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+// A state that is wanted before row `row` of its segment, and its place in the result.
+struct Stop {
+    int64_t row, place;
+};
+
+// The stops of every segment in order of rows.
+std::vector<std::vector<Stop>> stops_by_segment(int64_t num_segments, at::IntArrayRef segments, at::IntArrayRef rows) {
+    TORCH_CHECK_VALUE(segments.size() == rows.size(), segments.size(), " segments, ", rows.size(), " rows");
+    std::vector<std::vector<Stop>> stops(num_segments);
+    for (size_t i = 0; i < rows.size(); ++i) {
+        TORCH_CHECK_VALUE(segments[i] >= 0 && segments[i] < num_segments, "no segment ", segments[i]);
+        TORCH_CHECK_VALUE(rows[i] % C == 0, "no tile of ", C, " tokens ends at row ", rows[i]);
+        stops[segments[i]].push_back({rows[i], static_cast<int64_t>(i)});
+    }
+    for (auto& of_segment : stops)
+        std::sort(of_segment.begin(), of_segment.end(), [](const Stop& a, const Stop& b) { return a.row < b.row; });
+    return stops;
+}
+
+// Outputs, the state after each segment, and those before rows `interior_rows` of segments `interior_segments`.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> scan(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                         const at::Tensor& g, const at::Tensor& beta, at::IntArrayRef offsets,
-                                        double scale, const std::optional<at::Tensor>& initial) {
+                                        double scale, const std::optional<at::Tensor>& initial,
+                                        at::IntArrayRef interior_segments, at::IntArrayRef interior_rows) {
     const Shape shape(q, k, v, g, beta);
     const int64_t num_segments = static_cast<int64_t>(offsets.size()) - 1, state_size = shape.num_keys * shape.num_values;
     at::Tensor out = at::empty(v.sizes(), v.options());
     at::Tensor states = at::empty({num_segments, shape.heads, shape.num_keys, shape.num_values}, q.options());
+    at::Tensor interior = at::empty({static_cast<int64_t>(interior_rows.size()), shape.heads, shape.num_keys,
+                                     shape.num_values}, q.options());
+    const auto stops = stops_by_segment(num_segments, interior_segments, interior_rows);
     const float* initial_data = initial ? initial->const_data_ptr<float>() : nullptr;
-    float* states_data = states.mutable_data_ptr<float>();
+    float *states_data = states.mutable_data_ptr<float>(), *interior_data = interior.mutable_data_ptr<float>();
     for_float_type(v, "v", [&](auto* type) {
         using V = std::remove_pointer_t<decltype(type)>;
         V* out_data = out.mutable_data_ptr<V>();
         const std::vector<HeadGroup> groups = head_groups(num_segments, shape.heads, SCAN_HEADS);
-        at::parallel_for(0, static_cast<int64_t>(groups.size()), 1, [&](int64_t begin, int64_t stop) {
+        at::parallel_for(0, static_cast<int64_t>(groups.size()), 1, [&](int64_t begin, int64_t end) {
             const FlushDenormals flush;
             const int64_t panel_size = shape.padded_keys * PANEL, state_floats = shape.value_panels * panel_size;
             const Memory memory = allocate(Tile::floats(shape.padded_keys) + C * PANEL + SCAN_HEADS * state_floats);
@@ -116,7 +140,7 @@ std::tuple<at::Tensor, at::Tensor> scan(const at::Tensor& q, const at::Tensor& k
             tile.place(memory.get(), shape.padded_keys);
             float* delta = memory.get() + Tile::floats(shape.padded_keys);
             float* states_of_group = delta + C * PANEL;
-            for (int64_t task = begin; task < stop; ++task) {
+            for (int64_t task = begin; task < end; ++task) {
                 const HeadGroup& group = groups[task];
                 const int64_t start = offsets[group.segment], length = offsets[group.segment + 1] - start;
                 const int64_t first_state = group.segment * shape.heads + group.first;
@@ -127,7 +151,18 @@ std::tuple<at::Tensor, at::Tensor> scan(const at::Tensor& q, const at::Tensor& k
                                  initial_data ? initial_data + (first_state + i) * state_size : nullptr,
                                  shape.num_keys, shape.padded_keys, shape.num_values);
                 }
-                for (int64_t row = 0; row < length; row += C)
+                const auto export_group = [&](float* to) {
+                    for (int64_t i = 0; i < group.count; ++i)
+                        export_state(states_of_group + i * state_floats, to + i * state_size, shape.num_keys,
+                                     shape.padded_keys, shape.num_values);
+                };
+                auto stop = stops[group.segment].begin();
+                const auto export_interior = [&](int64_t row) {
+                    for (; stop != stops[group.segment].end() && stop->row == row; ++stop)
+                        export_group(interior_data + (stop->place * shape.heads + group.first) * state_size);
+                };
+                for (int64_t row = 0; row < length; row += C) {
+                    export_interior(row);
                     for (int64_t i = 0; i < group.count; ++i) {
                         const HeadInputs<V>& in = inputs[i];
                         const int64_t count = std::min(C, length - row);
@@ -146,13 +181,13 @@ std::tuple<at::Tensor, at::Tensor> scan(const at::Tensor& q, const at::Tensor& k
                             advance(tile, state, delta, ahead);
                         }
                     }
-                for (int64_t i = 0; i < group.count; ++i)
-                    export_state(states_of_group + i * state_floats, states_data + (first_state + i) * state_size,
-                                 shape.num_keys, shape.padded_keys, shape.num_values);
+                }
+                export_interior(length);
+                export_group(states_data + first_state * state_size);
             }
         });
     });
-    return {out, states};
+    return {out, states, interior};
 }
 
 // [E | M] of rows [start, end): E [G, K, V], M [G, K, K], and per head whether M is not exactly zero. With an initial
@@ -295,8 +330,8 @@ at::Tensor l2_normalize(const at::Tensor& x, double eps) {
 }  // namespace
 
 LONGPREFILL_OPS(kda, m) {
-    m.def("kda_scan(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, int[] offsets, float scale, Tensor? initial) -> "
-          "(Tensor, Tensor)",
+    m.def("kda_scan(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, int[] offsets, float scale, Tensor? initial, "
+          "int[] interior_segments, int[] interior_rows) -> (Tensor, Tensor, Tensor)",
           TORCH_FN(scan));
     m.def("kda_summarize(Tensor k, Tensor v, Tensor g, Tensor beta, int start, int end, Tensor? initial) -> "
           "(Tensor, Tensor, Tensor)",

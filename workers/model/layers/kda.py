@@ -125,7 +125,7 @@ class KdaLayer:
                 rows = torch.tensor([ctx.offsets[n] for n in numbers])
                 out_RGV, states_GKV = kernels.step(*(stream[rows] for stream in streams), before_GKV, scale=scale)
             else:
-                out_RGV, states_NGKV = kernels.scan(prepare(numbers), torch.stack(before_GKV))
+                out_RGV, states_NGKV, _ = kernels.scan(prepare(numbers), torch.stack(before_GKV))
                 states_GKV = states_NGKV.unbind()
             keep(numbers, out_RGV, states_GKV)
             return states_GKV
