@@ -91,6 +91,8 @@ class ClusterView:
     model: str
     num_queued: int
     num_running: int
+    estimate_error: float
+    """Mean of |measured / estimated - 1| over the last steps; 0 before the first."""
     groups: tuple[GroupView, ...]
     nodes: tuple[dict[str, Any], ...]
     """What Ray says of each: name, is_alive, resources."""

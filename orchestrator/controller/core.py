@@ -69,8 +69,7 @@ class Core:
         self.prefill, self.decode = make_hosts(config)
         self.running: dict[int, StepDecision] = {}
         """Steps that run, by the scheduler's number."""
-        self.costs = service_costs(config, model)
-        self.scheduler = make_scheduler(config, model, self.costs)
+        self.scheduler = make_scheduler(config, model, service_costs(config, model))
         self.wake_drive = asyncio.Event()
         self.decode_room_changed = asyncio.Event()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()

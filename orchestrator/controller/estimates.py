@@ -7,8 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from longprefill.orchestrator.config import ServiceConfig
-from longprefill.orchestrator.controller.online_costs import OnlineCosts
-from longprefill.orchestrator.scheduler.jobs import Mesh
+from longprefill.orchestrator.scheduler.jobs import Mesh, StepCosts
 from longprefill.orchestrator.shapes import model_shape
 from longprefill.partition.generators import LayoutKind, generate
 from longprefill.partition.layout import Slice
@@ -18,6 +17,8 @@ from longprefill.workers.model.config import ModelConfig
 
 NOMINAL_FLOPS_PER_S = {"cpu": 20e9, "cuda": 100e12, "npu": 80e12}
 """Of one rank: an order of magnitude to start from, never shown; the first steps correct it."""
+OVERHEAD_S = 0.02
+"""Of a step, beside counted work: likewise."""
 GRID_TOKENS = 512
 
 
@@ -46,7 +47,18 @@ class CountedCosts:
         return float(step_flops(whole, self._model, "all_gather")[0].total)
 
 
-def service_costs(config: ServiceConfig, model: ModelConfig) -> OnlineCosts:
+class OneLayout:
+    """Costs of groups that run one layout, whichever is asked for: another is never estimated."""
+
+    def __init__(self, base: StepCosts, layout: LayoutKind) -> None:
+        self._base = base
+        self._layout: LayoutKind = layout
+
+    def step_seconds(self, slices: Sequence[Slice], layout: LayoutKind, mesh: Mesh) -> float:
+        return self._base.step_seconds(slices, self._layout, mesh)
+
+
+def service_costs(config: ServiceConfig, model: ModelConfig) -> StepCosts:
     """Costs for the scheduler of a service.
 
     Raises:
@@ -57,7 +69,7 @@ def service_costs(config: ServiceConfig, model: ModelConfig) -> OnlineCosts:
     if config.scheduler.profile is None:
         kind = pool.device.partition(":")[0]
         base = CountedCosts(shape, NOMINAL_FLOPS_PER_S.get(kind, NOMINAL_FLOPS_PER_S["cpu"]))
-        return OnlineCosts(base, pool.layout)
+        return OneLayout(base, pool.layout)
     from longprefill.orchestrator.costs.placement import Placement
     from longprefill.orchestrator.costs.profile_file import find_profile
     from longprefill.orchestrator.costs.quick import QuickCosts
@@ -67,4 +79,6 @@ def service_costs(config: ServiceConfig, model: ModelConfig) -> OnlineCosts:
     def placement(mesh: Mesh) -> Placement:
         return Placement(cp=mesh.cp, tp=mesh.tp, cp_per_node=mesh.cp, profiles=(profile,))
 
-    return OnlineCosts(QuickCosts(lambda _: shape, placement), pool.layout)
+    costs = QuickCosts(lambda _: shape, placement)
+    costs.warm([Mesh(cp=pool.cp, tp=pool.tp)], pool.max_tokens)
+    return OneLayout(costs, pool.layout)

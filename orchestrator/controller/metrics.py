@@ -75,6 +75,11 @@ class Metrics:
             buckets=RATIOS,
             registry=registry,
         )
+        self.estimate_error = Gauge(
+            "longprefill_step_estimate_error",
+            "Mean of |measured / estimated - 1| over the last steps.",
+            registry=registry,
+        )
         self.stage = Gauge("longprefill_stage_jobs", "Unfinished jobs by stage.", ["stage"], registry=registry)
         self.group_up = Gauge("longprefill_group_up", "1: ready.", ["group", "role"], registry=registry)
         self.group_tokens = Gauge(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from longprefill.orchestrator.config import ServiceConfig
+from longprefill.orchestrator.controller.estimates import OVERHEAD_S
 from longprefill.orchestrator.controller.live import Host
 from longprefill.orchestrator.hosts.contract import HostSettings
 from longprefill.orchestrator.plan import step_tokens_for
@@ -50,7 +51,7 @@ def make_scheduler(config: ServiceConfig, model: ModelConfig, costs: StepCosts) 
         can_move=False,
     )
     most = step_tokens_for(cluster, model, pool.max_tokens)
-    scheduler = LiveScheduler(config.scheduler_settings(most), fleet, costs)
+    scheduler = LiveScheduler(config.scheduler_settings(most), fleet, costs, overhead_s=OVERHEAD_S)
     for unit in range(num_units):
         scheduler.unit_lost(unit, 0.0)
     return scheduler

@@ -56,6 +56,9 @@ class Stepping:
             for decision in core.scheduler.decide(core.clock()):
                 core.running[decision.id] = decision
                 core.spawn(self._step(decision, self._begin(decision)), f"step {decision.id}")
+            if core.scheduler.num_outdated:
+                core.wake_drive.set()
+                await asyncio.sleep(0)  # others have their turn between two parts of a long queue's new estimates
 
     def _begin(self, decision: StepDecision) -> list[LiveJob]:
         """The step's jobs: those that have ended when its task runs for the first time are in no book any more."""
@@ -187,8 +190,6 @@ class Stepping:
                 if not job.is_ended:
                     self._record(job, piece, decision, outcome, seconds)
         core.scheduler.step_done(decision.id, core.clock(), outcome.seconds)
-        if core.costs.observe(decision.slices, decision.mesh, outcome.seconds):
-            core.scheduler.estimate_again()
         self._count(decision, outcome, seconds)
         for job, piece in zip(jobs, decision.slices, strict=True):
             if job.is_ended:
@@ -227,6 +228,7 @@ class Stepping:
         metrics.tokens.labels("prefilled").inc(sum(piece.num_tokens for piece in decision.slices))
         if outcome.seconds > 0:
             metrics.estimate.observe(decision.estimate_s / outcome.seconds)
+            metrics.estimate_error.set(self._core.scheduler.costs.error)
         for rank in outcome.stats:
             for operation, (_, num_bytes, _) in rank.comm.items():
                 metrics.comm_bytes.labels(operation).inc(num_bytes)

@@ -97,6 +97,7 @@ async def cluster_view(core: Core, *, is_draining: bool) -> ClusterView:
         model=core.config.model.served_name,
         num_queued=num_queued,
         num_running=len(core.jobs) - num_queued,
+        estimate_error=core.scheduler.costs.error,
         groups=tuple(group_view(core, host) for host in core.all_hosts()),
         nodes=await core.directory.nodes(),
     )

@@ -14,6 +14,8 @@ from longprefill.partition.shapes import ModelShape
 
 GRID_TOKENS = 512
 """Work of a prompt's first tokens is counted on multiples of this: linear in between is off by less than 1e-4."""
+START_TOKENS, LEAST_TOKENS = 65_536, 1024
+"""Balance, waiting and exchanges are counted from 0 and doublings of the first, for lengths from the second on."""
 
 Spans = tuple[tuple[int, int], ...]
 """(start, end) of each slice of a step."""
@@ -31,6 +33,7 @@ class QuickCosts:
         self._placement_of = placement_of
         self.options = options or StepOptions()
         self._costs = lru_cache(maxsize=None)(self._costs_of)
+        self._alone = lru_cache(maxsize=65536)(self._alone_between)
         self._up_to = lru_cache(maxsize=65536)(self._work_up_to)
         self._balance = lru_cache(maxsize=4096)(self._balance_of)
         self._expansion = lru_cache(maxsize=None)(self._expansion_of)
@@ -45,10 +48,24 @@ class QuickCosts:
         """The full count."""
         return self._costs(mesh).step(slices, kind)
 
+    def warm(self, meshes: Sequence[Mesh], longest_tokens: int, *, pack_tokens: int = 0) -> None:
+        """Counts what prompts up to a length, whole or in steps, and shared steps of short ones can ask for, so that no
+        decision waits for a count."""
+        shortest = LEAST_TOKENS.bit_length() - 1
+        for mesh in meshes:
+            kinds: tuple[LayoutKind, ...] = ("zigzag", "contiguous") if mesh.cp > 1 else ("zigzag",)
+            for start in sorted({_start(position) for position in range(0, longest_tokens, START_TOKENS)}):
+                for power in range(shortest, max((longest_tokens - start - 1).bit_length(), shortest) + 1):
+                    for kind in kinds if start else kinds[:1]:
+                        self._balance(((start, start + (1 << power)),), kind, mesh)
+            for power in range(shortest, max((pack_tokens - 1).bit_length(), shortest) + 1) if pack_tokens else ():
+                for number in (2, 4, 8, 16, 32):
+                    self._balance(((0, 1 << power),) * number, "zigzag", mesh)
+
     def _costs_of(self, mesh: Mesh) -> StepCosts:
         return StepCosts(self._shape_of(mesh.tp), self._placement_of(mesh), self.options)
 
-    def _alone(self, start: int, end: int, num_tp: int) -> float:
+    def _alone_between(self, start: int, end: int, num_tp: int) -> float:
         """Work of one context-parallel rank that does the slice alone: causal work adds up over slices, but for the
         expansion of visible rows in dense attention, which every step does again."""
         return self._between(end, num_tp) - self._between(start, num_tp) + start * self._expansion(num_tp)
@@ -85,9 +102,14 @@ class QuickCosts:
 
 
 def _coarse(slices: Sequence[Slice]) -> Spans:
-    """Slices on a grid on which few differ: starts to 64 K, lengths to powers of two, at least 1024. Several slices
-    stand as a power of two of equal ones of their mean length and start."""
+    """Slices on a grid on which few differ: starts to 0, 64 K, 128 K, 256 K, ..., lengths to powers of two, at least
+    1024. Several slices stand as a power of two of equal ones of their mean length and start."""
     number = 1 << (len(slices) - 1).bit_length()
-    start = sum(piece.start for piece in slices) // len(slices) // 65536 * 65536
+    start = _start(sum(piece.start for piece in slices) // len(slices))
     mean = -(-sum(piece.num_tokens for piece in slices) // len(slices))
-    return ((start, start + max(1024, 1 << (mean - 1).bit_length())),) * number
+    return ((start, start + max(LEAST_TOKENS, 1 << (mean - 1).bit_length())),) * number
+
+
+def _start(position: int) -> int:
+    cells = position // START_TOKENS
+    return START_TOKENS << (cells.bit_length() - 1) if cells else 0

@@ -46,6 +46,14 @@ class Policy(ABC):
         slot = self.first(table, now, eligible)
         return None if slot is None else Pick(slot, self.name, False)
 
+    def order(self, table: JobTable, now: float, slots: np.ndarray, most: int) -> np.ndarray:
+        """Of the slots the `most` that go first, in order."""
+        keys = self.keys(table, now, slots)
+        if len(slots) > most:
+            first = keys <= np.partition(keys, most - 1)[most - 1]
+            slots, keys = slots[first], keys[first]
+        return slots[np.lexsort((table.numbers[slots], table.arrival_s[slots], keys))][:most]
+
     def room_s(self, table: JobTable, now: float, num_units: int, slots: Sequence[int]) -> float:
         """How long a step may last that ends the jobs of `slots` together."""
         return inf

@@ -54,7 +54,7 @@ class StepDecision:
     move_s: float
     """Part of the estimate: bringing pages and states to this block first."""
     correction: float
-    """The factor from online calibration in the estimate, moving apart."""
+    """The estimate over what is counted, moving apart: what finished steps have taught."""
     reason: str
     preempted: int | None
     """The unfinished job that ran on this block before and now waits."""

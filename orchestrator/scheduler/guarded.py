@@ -18,7 +18,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 
 import numpy as np
 
@@ -108,14 +108,18 @@ class Guarded(Policy):
         return Pick(int(waiting[0]), f"promised by {table.latest_s[waiting[0]]:.3f} s", True)
 
     def room_s(self, table: JobTable, now: float, num_units: int, slots: Sequence[int]) -> float:
-        """Every one of them ends with the step; the others that are promised before their last are put off by it."""
-        order = self._order
-        is_in_step = np.isin(order, slots)
-        reach = int(is_in_step.nonzero()[0][-1]) + 1
-        order, is_in_step = order[:reach], is_in_step[:reach]
-        remaining_s = np.where(is_in_step, 0.0, table.remaining_s[order])
-        after_s = np.where(is_in_step, 0.0, np.maximum(np.cumsum(remaining_s) / num_units, remaining_s))
-        return float((table.latest_s[order] - now - after_s).min()) - MARGIN * abs(now)
+        """Every one of them ends with the step; the others that are promised before their last are put off by it. What
+        nothing can keep any more limits nothing."""
+        order, is_member = self._order, np.zeros(table.end, dtype=bool)
+        is_member[np.asarray(slots)] = True
+        reach = int(is_member[order].nonzero()[0][-1]) + 1
+        order, is_member = order[:reach], is_member[order[:reach]]
+        own_s = table.remaining_s[order]
+        before_s = np.maximum(np.cumsum(np.where(is_member, 0.0, own_s)) / num_units, own_s)
+        slack_s = table.latest_s[order] - now - np.where(is_member, 0.0, before_s)
+        margin_s = MARGIN * abs(now)
+        is_kept = slack_s >= np.where(is_member, own_s, 0.0) - margin_s
+        return float(slack_s[is_kept].min(initial=inf)) - margin_s
 
     def _promise_s(self, num_tokens: int, first_come_s: float, own_s: float) -> float:
         """Seconds from arrival to the promise; never below `first_come_s`."""

@@ -1,5 +1,5 @@
-"""The scheduler as a real controller needs it: jobs found running after a restart, caches that outlive their steps,
-estimates that are learned, and what to tell the owners of waiting jobs."""
+"""The scheduler as a real controller needs it: jobs found running after a restart, caches that outlive their steps, and
+what to tell the owners of waiting jobs."""
 
 from __future__ import annotations
 
@@ -77,14 +77,6 @@ class LiveScheduler(Scheduler):
             return 0.0
         num_tokens = self._table.job_at(self._table.slot(job)).num_tokens
         return self._alone_s(job, position, num_tokens) if position < num_tokens else 0.0
-
-    def estimate_again(self) -> None:
-        """The costs have learned: estimates of waiting jobs follow."""
-        table = self._table
-        for slot in table.is_ready[: table.end].nonzero()[0]:
-            self._estimate_again(int(slot))
-            job = table.job_at(int(slot))
-            table.isolated_s[slot] = self._alone_s(job.id, 0, job.num_tokens)
 
     def outlook(self, now: float) -> dict[int, Outlook]:
         """When waiting jobs would start and finish: in the policy's order, shared by the units that live."""

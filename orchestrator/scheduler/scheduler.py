@@ -7,6 +7,7 @@ calls, so their decisions can be compared line by line.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from longprefill.orchestrator.scheduler.admission import refusal
 from longprefill.orchestrator.scheduler.base import Pick, make_policy
-from longprefill.orchestrator.scheduler.correction import Correction
+from longprefill.orchestrator.scheduler.correction import LearnedCosts
 from longprefill.orchestrator.scheduler.decisions import Admitted, Block, Refused, StepDecision
 from longprefill.orchestrator.scheduler.fleet import Fleet
 from longprefill.orchestrator.scheduler.jobs import Job, StepCosts
@@ -23,6 +24,11 @@ from longprefill.orchestrator.scheduler.sizing import Sized, cheapest_layout, ch
 from longprefill.orchestrator.scheduler.table import JobTable
 from longprefill.orchestrator.scheduler.tenants import TenantShares
 from longprefill.partition.layout import Slice
+
+MOST_SHARED = 32
+"""Jobs in a step."""
+RENEWED = 32
+"""Estimates of waiting jobs that a decision renews after the costs have learned."""
 
 
 class StepEnd(NamedTuple):
@@ -58,11 +64,13 @@ class _Place(NamedTuple):
 class Scheduler:
     """Decisions for one fleet. Equal calls give equal decisions."""
 
-    def __init__(self, settings: SchedulerSettings, fleet: FleetSettings, costs: StepCosts) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, fleet: FleetSettings, costs: StepCosts, *, overhead_s: float = 0.0
+    ) -> None:
         self.settings = settings
-        self.correction = Correction()
+        self.costs = LearnedCosts(costs, overhead_s=overhead_s)
+        """Corrected by the steps that have ended; every estimate here comes from them."""
         self._fleet = Fleet(fleet)
-        self._costs = costs
         self._policy = make_policy(settings.policy)
         self._tenants = TenantShares(settings.tenant_weights)
         self._table = JobTable()
@@ -71,6 +79,7 @@ class Scheduler:
         self._last_on_unit: dict[int, int] = {}
         self._num_steps = 0
         self._num_ready = 0
+        self._outdated: deque[int] = deque()
 
     @property
     def num_queued(self) -> int:
@@ -80,6 +89,11 @@ class Scheduler:
     @property
     def num_idle_units(self) -> int:
         return self._fleet.num_free
+
+    @property
+    def num_outdated(self) -> int:
+        """Waiting jobs whose estimates are older than what the costs have learned; every `decide` renews some."""
+        return len(self._outdated)
 
     def position(self, job: int) -> int:
         """Tokens of the job whose steps have ended; KeyError for an unknown job."""
@@ -117,6 +131,7 @@ class Scheduler:
 
     def decide(self, now: float) -> list[StepDecision]:
         """Steps for idle units, as many as can start now."""
+        self._renew_estimates()
         decisions: list[StepDecision] = []
         fleet, table = self._fleet, self._table
         while self._num_ready and fleet.num_free:
@@ -138,10 +153,15 @@ class Scheduler:
         """
         decision = self._steps.pop(step)
         self._fleet.vacate(decision.block)
-        expected_s = (decision.estimate_s - decision.move_s) / decision.correction
-        computed_s = max(actual_s - decision.move_s, 0.0)
-        if expected_s > 0 and computed_s > 0:
-            self.correction.observe(expected_s, computed_s)
+        if self.costs.observe(
+            decision.slices,
+            decision.layout,
+            decision.mesh,
+            expected_s=decision.estimate_s - decision.move_s,
+            actual_s=actual_s - decision.move_s,
+        ):
+            ready = self._table.is_ready[: self._table.end]
+            self._outdated = deque(self._table.numbers[: self._table.end][ready].tolist())
         finished: list[int] = []
         continuing: list[int] = []
         for piece in decision.slices:
@@ -218,7 +238,7 @@ class Scheduler:
         if settings.max_degree > 1:
             most = min(settings.max_degree, 1 << (num_free.bit_length() - 1))
             degree, why = choose_degree(
-                self._costs,
+                self.costs,
                 settings,
                 fleet.settings,
                 slot_span=Slice(job=job.id, start=progress.position, end=job.num_tokens),
@@ -234,7 +254,7 @@ class Scheduler:
         if place is None:
             return None
         mesh = fleet.settings.mesh(place.block.size)
-        sized = size_step(self._costs, settings, mesh, job.id, place.position, job.num_tokens)
+        sized = size_step(self.costs, settings, mesh, job.id, place.position, job.num_tokens)
         slices = (Slice(job=job.id, start=place.position, end=sized.end),)
         seconds = sized.seconds
         if sized.end == job.num_tokens <= settings.pack_tokens:
@@ -246,9 +266,9 @@ class Scheduler:
             mesh=mesh,
             layout=sized.layout,
             start_s=now,
-            estimate_s=place.move_s + seconds * self.correction.factor,
+            estimate_s=place.move_s + seconds,
             move_s=place.move_s,
-            correction=self.correction.factor,
+            correction=self.costs.correction(slices, sized.layout, mesh),
             reason=f"{pick.reason}; {place.reason or why}",
             preempted=self._preempted(place.block, slices),
             num_queued=self._num_ready - len(slices),
@@ -287,34 +307,45 @@ class Scheduler:
         return _Place(block, progress.position, self._move_s(progress.away_tokens), reason)
 
     def _pack(self, first: Slice, sized: Sized, block: Block, now: float) -> tuple[tuple[Slice, ...], float]:
-        """More short jobs for a step that ends its first job, in the policy's order, up to the size of a step."""
-        table, fleet, settings = self._table, self._fleet, self.settings
-        end = table.end
-        eligible = table.is_ready[:end] & (table.tokens[:end] <= settings.pack_tokens)
+        """More short jobs for a step that ends its first job: as many of those that could join as its size has room
+        for, or a quarter of them, or a sixteenth, where time or the promises leave less."""
+        table, settings = self._table, self.settings
+        mesh, num_units = self._fleet.settings.mesh(block.size), max(self._fleet.num_alive, 1)
+        pieces, slots = [first], [table.slot(first.job)]
+        room_tokens = (settings.step_tokens or settings.max_step_tokens) - first.num_tokens
+        for slot in self._packable(first, block, now):
+            job = table.job_at(slot)
+            piece = Slice(job=job.id, start=self._progress[job.id].position, end=job.num_tokens)
+            room_tokens -= piece.num_tokens
+            if room_tokens < 0:
+                break
+            pieces.append(piece)
+            slots.append(slot)
+        while len(pieces) > 1:
+            seconds = self.costs.step_seconds(pieces, sized.layout, mesh)
+            is_in_time = settings.step_tokens is not None or seconds <= settings.step_target_s
+            if is_in_time and seconds <= self._policy.room_s(table, now, num_units, slots):
+                return tuple(pieces), seconds
+            fewer = len(pieces) // 4
+            del pieces[fewer:], slots[fewer:]
+        return (first,), sized.seconds
+
+    def _packable(self, first: Slice, block: Block, now: float) -> list[int]:
+        """Slots of short jobs that could join a step on a block, in the policy's order, while memory lasts."""
+        table, fleet = self._table, self._fleet
+        eligible = table.is_ready[: table.end] & (table.tokens[: table.end] <= self.settings.pack_tokens)
         eligible[table.slot(first.job)] = False
-        slots, slices, seconds = [table.slot(first.job)], [first], sized.seconds
-        num_tokens = first.num_tokens
         room = float(fleet.free_bytes[block.start : block.start + block.size].min())
         room -= float(table.need_bytes[table.slot(first.job)])
-        mesh = fleet.settings.mesh(block.size)
-        while (pick := self._policy.pick(table, now + seconds, max(fleet.num_alive, 1), eligible)) is not None:
-            eligible[pick.slot] = False
-            job = table.job_at(pick.slot)
-            position = self._progress[job.id].position
-            num_tokens += job.num_tokens - position
-            room -= float(table.need_bytes[pick.slot])
-            if room < 0 or fleet.home(job.id) not in (None, block) or job.held is not None:
+        found: list[int] = []
+        for slot in self._policy.order(table, now, eligible.nonzero()[0], MOST_SHARED - 1):
+            job = table.job_at(int(slot))
+            room -= float(table.need_bytes[slot])
+            if room < 0:
                 break
-            more = [*slices, Slice(job=job.id, start=position, end=job.num_tokens)]
-            longer_s = self._costs.step_seconds(more, sized.layout, mesh)
-            limit = settings.step_tokens
-            if num_tokens > limit if limit is not None else longer_s > settings.step_target_s:
-                break
-            slots.append(pick.slot)
-            if longer_s > self._policy.room_s(table, now, max(fleet.num_alive, 1), slots):
-                break
-            slices, seconds = more, longer_s
-        return tuple(slices), seconds
+            if fleet.home(job.id) in (None, block) and job.held is None:
+                found.append(int(slot))
+        return found
 
     def _begin(self, step: StepDecision) -> None:
         fleet, table = self._fleet, self._table
@@ -344,6 +375,15 @@ class Scheduler:
         self._num_ready += 1
         self._estimate_again(slot)
 
+    def _renew_estimates(self) -> None:
+        """Of a few waiting jobs: ten thousand at once would hold up every decision and whoever waits for one."""
+        for _ in range(min(RENEWED, len(self._outdated))):
+            number = self._outdated.popleft()
+            slot = self._table.slot(number) if number in self._table else None
+            if slot is not None and self._table.is_ready[slot]:
+                self._estimate_again(slot)
+                self._table.isolated_s[slot] = self._alone_s(number, 0, int(self._table.tokens[slot]))
+
     def _estimate_again(self, slot: int) -> None:
         job = self._table.job_at(slot)
         start = self._progress[job.id].position
@@ -359,8 +399,7 @@ class Scheduler:
 
     def _alone_s(self, job: int, start: int, end: int) -> float:
         """Seconds on one unit."""
-        seconds, _ = cheapest_layout(self._costs, self._fleet.settings.mesh(1), job, start, end)
-        return seconds * self.correction.factor
+        return cheapest_layout(self.costs, self._fleet.settings.mesh(1), job, start, end)[0]
 
     def _next_step_s(self, job: int, start: int, num_tokens: int) -> float:
         if self.settings.step_tokens is None:

@@ -39,7 +39,7 @@ def prepare(
         per_s = work / ((load or DEFAULT_LOAD) * span_s * cluster.num_devices)
         scale = cluster.costs.scale_tokens
         return tuple(requests), lambda: QuadraticCosts(work_per_s=per_s, scale_tokens=scale)
-    make_costs = costs_of(cluster)
+    make_costs = costs_of(cluster, max(request.input_tokens for request in requests))
     if load is None:
         return tuple(requests), make_costs
     factor = offered_load(requests, cluster, make_costs()) / load
@@ -56,15 +56,18 @@ def offered_load(requests: Sequence[Request], cluster: Cluster, costs: StepCosts
     return seconds / (span_seconds(requests) * cluster.fleet.num_units)
 
 
-def costs_of(cluster: Cluster) -> Callable[[], StepCosts]:
-    """The costs that a cluster names; for the quadratic form its rate must be given."""
+def costs_of(cluster: Cluster, longest_tokens: int) -> Callable[[], StepCosts]:
+    """The costs that a cluster names, ready for prompts up to a length; a formula needs its rate."""
     settings = cluster.costs
     if settings.kind == "quadratic":
         per_s = settings.work_per_s
         if per_s is None:
             raise ClusterError("[costs] kind='quadratic' without work_per_s: give a rate, or replay a trace at a load")
         return lambda: QuadraticCosts(work_per_s=per_s, scale_tokens=settings.scale_tokens)
-    return counted_costs(cluster)
+    costs, fleet, scheduler = counted_costs(cluster)(), cluster.fleet, cluster.scheduler
+    degrees = [1 << power for power in range(min(scheduler.max_degree, fleet.num_units).bit_length())]
+    costs.warm([fleet.mesh(degree) for degree in degrees], longest_tokens, pack_tokens=scheduler.pack_tokens)
+    return lambda: costs
 
 
 def _needs_rate(cluster: Cluster) -> bool:

@@ -86,6 +86,7 @@ def metrics(replay: Replay, cluster: Cluster) -> Metrics:
     first_s = min((job.arrival_s for job in replay.jobs), default=0.0)
     span_s = max(replay.end_s - first_s, 1e-9)
     busy_s = sum((step.end_s - step.start_s) * step.num_units for step in replay.steps)
+    whole = [step for step in replay.steps if not step.is_lost]
     num_tokens = max(int(tokens.sum()), 1)
     return Metrics(
         policy=replay.policy,
@@ -112,7 +113,7 @@ def metrics(replay: Replay, cluster: Cluster) -> Metrics:
         failures=replay.num_failures,
         decisions=len(replay.decision_s),
         decision_p99_s=latency_bound(replay.decision_s),
-        estimate_error=replay.estimate_error,
+        estimate_error=_mean(np.array([abs(step.estimate_s / (step.end_s - step.start_s) - 1) for step in whole])),
         buckets=_buckets(done),
     )
 

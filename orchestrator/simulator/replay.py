@@ -36,7 +36,6 @@ class Replay:
     lost_s: float
     """Unit-seconds of steps that a failure ended, and of finished steps that had to be run again."""
     num_failures: int
-    estimate_error: float
 
 
 class World:
@@ -90,8 +89,8 @@ class World:
                 self._note_start(piece, now)
             if decision.preempted is not None:
                 self.jobs[decision.preempted].num_preemptions += 1
-            # the costs are the truth here: what the scheduler's correction made of them is taken back
-            computed_s = (decision.estimate_s - decision.move_s) / decision.correction
+            # the costs are the truth here, whatever the scheduler has learned
+            computed_s = self._costs.step_seconds(decision.slices, decision.layout, decision.mesh)
             failures = self.cluster.failures
             if failures.straggler_share and self.random.random() < failures.straggler_share:
                 computed_s *= failures.straggler_factor
@@ -253,7 +252,6 @@ def replay(requests: Sequence[Request], cluster: Cluster, make_costs: Callable[[
         end_s=max((step.end_s for step in world.steps), default=requests[-1].arrival_s),
         lost_s=world.lost_s,
         num_failures=world.num_failures,
-        estimate_error=scheduler.correction.error,
     )
 
 

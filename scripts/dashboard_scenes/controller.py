@@ -166,6 +166,7 @@ class SceneController:
             model="hybrid-48b",
             num_queued=num_queued,
             num_running=sum(not state.is_final for state in states) - num_queued,
+            estimate_error=0.04,
             groups=tuple(self.groups),
             nodes=tuple(self.nodes),
         )

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longprefill.orchestrator.controller.online_costs import OnlineCosts
+from longprefill.orchestrator.controller.estimates import OneLayout
 from longprefill.orchestrator.placement import Demand, unsatisfiable
+from longprefill.orchestrator.scheduler.correction import LearnedCosts
 from longprefill.orchestrator.scheduler.jobs import Job, Mesh
 from longprefill.orchestrator.scheduler.live import LiveScheduler
 from longprefill.orchestrator.scheduler.settings import FleetSettings, SchedulerSettings
@@ -101,13 +102,13 @@ def test_the_outlook_follows_the_policy() -> None:
     lengths=st.lists(st.integers(64, 65536), min_size=3, max_size=30),
 )
 def test_costs_learn_overhead_and_factor(overhead_s: float, factor: float, lengths: list[int]) -> None:
-    costs = OnlineCosts(LinearCosts(), "zigzag")
+    costs = LearnedCosts(LinearCosts(), overhead_s=0.02)
 
     def actual_s(num_tokens: int) -> float:
         return overhead_s + factor * num_tokens * 1e-6
 
     for length in lengths:
-        costs.observe((Slice(job=0, start=0, end=length),), MESH, actual_s(length))
+        observe(costs, length, actual_s(length))
         assert costs.overhead_s >= 0
         assert costs.factor > 0
     for length in lengths:
@@ -116,11 +117,25 @@ def test_costs_learn_overhead_and_factor(overhead_s: float, factor: float, lengt
 
 
 def test_costs_say_when_earlier_estimates_are_off() -> None:
-    costs = OnlineCosts(LinearCosts(), "zigzag")
-    step = (Slice(job=0, start=0, end=65536),)
-    assert costs.observe(step, MESH, 10.0)
-    assert not costs.observe(step, MESH, 10.0)
-    assert not costs.observe(step, MESH, 0.0)
+    costs = LearnedCosts(LinearCosts(), overhead_s=0.02)
+    assert observe(costs, 65536, 10.0)
+    assert not observe(costs, 65536, 10.0)
+    assert not observe(costs, 65536, 0.0)
+
+
+def observe(costs: LearnedCosts, num_tokens: int, actual_s: float) -> bool:
+    step = (Slice(job=0, start=0, end=num_tokens),)
+    expected_s = costs.step_seconds(step, "zigzag", MESH)
+    return costs.observe(step, "zigzag", MESH, expected_s=expected_s, actual_s=actual_s)
+
+
+def test_a_groups_own_layout_is_what_is_estimated() -> None:
+    class Layouts(LinearCosts):
+        def step_seconds(self, slices, layout, mesh) -> float:
+            return 1.0 if layout == "contiguous" else 2.0
+
+    step = (Slice(job=0, start=0, end=64),)
+    assert OneLayout(Layouts(), "contiguous").step_seconds(step, "zigzag", MESH) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longprefill.orchestrator.scheduler.base import POLICIES, Pick, make_policy
-from longprefill.orchestrator.scheduler.correction import Correction
-from longprefill.orchestrator.scheduler.decisions import Admitted, Block, Refused
+from longprefill.orchestrator.scheduler.decisions import Admitted, Block, Refused, StepDecision
 from longprefill.orchestrator.scheduler.guarded import Guarded
-from longprefill.orchestrator.scheduler.jobs import HeldPrefix, Job, SchedulerError
+from longprefill.orchestrator.scheduler.jobs import HeldPrefix, Job, Mesh, SchedulerError
 from longprefill.orchestrator.scheduler.scheduler import Scheduler
 from longprefill.orchestrator.scheduler.settings import FleetSettings, SchedulerSettings
 from longprefill.orchestrator.scheduler.table import JobTable
 from longprefill.orchestrator.scheduler.tenants import LIMIT, TenantShares
 from longprefill.orchestrator.simulator.costs import QuadraticCosts
+from longprefill.partition.generators import LayoutKind
+from longprefill.partition.layout import Slice
 
 from .scheduler_cases import LinearCosts, drive
 
@@ -47,7 +50,7 @@ def scheduler(policy: str = "guarded", *, costs: object = None, fleet: FleetSett
     )
 
 
-STEPS: list[dict[str, object]] = [
+STEPS: list[dict[str, Any]] = [
     *({"step_tokens": step} for step in (1024, 8192, 65536)),
     {"step_tokens": None, "step_target_s": 0.05},
     {"step_tokens": None, "step_target_s": 1e-4},
@@ -62,9 +65,7 @@ STEPS: list[dict[str, object]] = [
     pack=st.sampled_from([0, 4096, 65536]),
     rate=st.sampled_from([1, 5]),
 )
-def test_no_promise_is_ever_missed_on_one_unit(
-    jobs: list[Job], step: dict[str, object], pack: int, rate: float
-) -> None:
+def test_no_promise_is_ever_missed_on_one_unit(jobs: list[Job], step: dict[str, Any], pack: int, rate: float) -> None:
     run = drive(scheduler(costs=QuadraticCosts(work_per_s=rate * 1e6), pack_tokens=pack, **step), jobs)
     for job in jobs:
         answer = run.answers[job.id]
@@ -258,7 +259,7 @@ def test_short_jobs_share_a_step() -> None:
 def test_no_promise_is_missed_in_bursts() -> None:
     """The two cases that once missed some: steps that share a second, and grains slower than the target."""
     source = random.Random(0)
-    cases: list[dict[str, object]] = [{"pack_tokens": 4096, "step_target_s": 1.0}, {"step_target_s": 0.001}]
+    cases: list[dict[str, Any]] = [{"pack_tokens": 4096, "step_target_s": 1.0}, {"step_target_s": 0.001}]
     for number in range(20):
         now, jobs = 0.0, []
         for job in range(25):
@@ -325,25 +326,67 @@ def test_cancel_waits_for_the_step() -> None:
     assert system.decide(0.02) == []
 
 
-def test_correction_learns_a_constant_error() -> None:
-    correction = Correction(gain=0.2)
-    for _ in range(60):
-        correction.observe(1.0, 1.5)
-    assert correction.factor == pytest.approx(1.5, rel=1e-3)
-    assert 0 < correction.error < 0.34
-    exact = Correction()
-    exact.observe(0.3, 0.3)
-    assert (exact.factor, exact.error) == (1.0, 0.0)
+def ended_steps(system: Scheduler, num_steps: int, actual_s: Callable[[StepDecision], float]) -> list[StepDecision]:
+    """Steps of one job each, one after another."""
+    steps: list[StepDecision] = []
+    for number in range(num_steps):
+        system.submit(Job(id=number, num_tokens=1000 + 10 * number, arrival_s=float(number)), float(number))
+        (step,) = system.decide(float(number))
+        system.step_done(step.id, number + 0.5, actual_s(step))
+        steps.append(step)
+    return steps
 
 
-def test_corrected_estimates_reach_decisions() -> None:
+def test_ended_steps_correct_estimates_and_the_error_is_told() -> None:
+    """Once: nothing is corrected twice. The error is that of the last steps, not of all."""
     system = scheduler()
-    for number in range(200):
-        system.submit(Job(id=number, num_tokens=1000, arrival_s=0.0), number * 1.0)
-        (step,) = system.decide(number * 1.0)
-        system.step_done(step.id, number + 0.5, 0.002)  # twice what the costs say
-    system.submit(Job(id=200, num_tokens=1000, arrival_s=0.0), 200.0)
-    assert system.decide(200.0)[0].estimate_s == pytest.approx(0.002, rel=0.01)
+    assert system.costs.error == 0.0
+    steps = ended_steps(system, 400, lambda step: 2e-6 * step.slices[0].num_tokens + 0.003)
+    assert (steps[0].estimate_s, steps[0].correction) == (1e-3, 1.0)
+    assert steps[-1].estimate_s == pytest.approx(2e-6 * 4990 + 0.003, rel=1e-3)
+    assert steps[-1].correction == pytest.approx(steps[-1].estimate_s / 4990e-6)
+    assert system.costs.error < 1e-3
+
+
+def test_the_error_is_actual_over_expected() -> None:
+    system = scheduler()
+    (step,) = ended_steps(system, 1, lambda step: 1.5 * step.estimate_s)
+    assert system.costs.error == pytest.approx(0.5)
+    assert step.estimate_s == 1e-3
+
+
+def test_exact_estimates_stay_exact() -> None:
+    system = scheduler()
+    steps = ended_steps(system, 50, lambda step: step.estimate_s)
+    assert [step.estimate_s for step in steps] == [(1000 + 10 * number) * 1e-6 for number in range(50)]
+    assert (system.costs.error, system.costs.factor, system.costs.overhead_s) == (0.0, 1.0, 0.0)
+
+
+def test_a_long_queue_learns_in_parts() -> None:
+    """New estimates come a few with every decision, so that none is held up by all."""
+
+    class Asked(LinearCosts):
+        num = 0
+
+        def step_seconds(self, slices: Sequence[Slice], layout: LayoutKind, mesh: Mesh) -> float:
+            self.num += 1
+            return super().step_seconds(slices, layout, mesh)
+
+    costs = Asked()
+    system = scheduler(costs=costs)
+    for number in range(500):
+        system.submit(Job(id=number, num_tokens=100_000 + number, arrival_s=0.0), 0.0)
+    (step,) = system.decide(0.0)
+    system.step_done(step.id, 1.0, 10 * step.estimate_s)
+    assert system.num_outdated == 499  # but the one that ran, which is estimated anew
+    left, asked = system.num_outdated, costs.num
+    while system.num_outdated:
+        system.decide(1.0)
+        assert costs.num - asked <= 200
+        assert system.num_outdated < left
+        left, asked = system.num_outdated, costs.num
+    waiting = system._table.remaining_s[: system._table.end]  # pyright: ignore[reportPrivateUsage]
+    assert waiting.min() > 0.3
 
 
 def test_who_had_more_than_his_share_claims_less() -> None:

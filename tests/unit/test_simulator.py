@@ -52,7 +52,7 @@ BUSY = Cluster(
     costs=RATE,
     decode=DecodeSettings(num_workers=2, slots_per_worker=3, token_s=0.001, handoff_bytes_per_s=1e9),
     prefix=PrefixSettings(capacity_bytes=10**9, state_share=0.3),
-    failures=FailureSettings(unit_mtbf_s=0.8, repair_s=0.1, straggler_share=0.2, straggler_factor=3.0),
+    failures=FailureSettings(unit_mtbf_s=0.3, repair_s=0.1, straggler_share=0.2, straggler_factor=3.0),
 )
 """Everything at once: caches, decode workers, failures, stragglers, wide and packed steps."""
 
