@@ -128,18 +128,19 @@ def tokens_of_pools(chosen_TS: torch.Tensor, visible_T: torch.Tensor, *, topk: i
     """int32 [T, topk + pool - 1]: the tokens of the chosen pools (S = topk // pool of them, ascending, then -1), then
     those of each query's incomplete pool, then -1. `visible_T` counts the tokens that a query sees."""
     num_queries, places = chosen_TS.shape
-    visible_T1 = visible_T[:, None]
+    # int32 throughout: at 1024 queries and 2048 places each of these tables is 8 MiB, and several live at once
+    chosen_TS, visible_T1 = chosen_TS.to(torch.int32), visible_T[:, None].to(torch.int32)
     complete_T1 = visible_T1 // pool
-    columns_W = torch.arange(topk + pool - 1, device=chosen_TS.device)
+    columns_W = torch.arange(topk + pool - 1, dtype=torch.int32, device=chosen_TS.device)
     offset_TW = columns_W - complete_T1.clamp(max=places) * pool
     tail_TW = complete_T1 * pool + offset_TW
     tokens_TW = torch.where((offset_TW >= 0) & (tail_TW < visible_T1), tail_TW, -1)
     if places:
-        members_TSU = chosen_TS[..., None] * pool + torch.arange(pool, device=chosen_TS.device)
+        members_TSU = chosen_TS[..., None] * pool + torch.arange(pool, dtype=torch.int32, device=chosen_TS.device)
         width = places * pool
         is_pool_TW = offset_TW[:, :width] < 0
         tokens_TW[:, :width] = torch.where(is_pool_TW, members_TSU.view(num_queries, width), tokens_TW[:, :width])
-    return tokens_TW.to(torch.int32)
+    return tokens_TW
 
 
 class _Best(NamedTuple):

@@ -21,8 +21,9 @@ class Case:
     shape: str
     dtype: str
     run: Callable[[], Any]
-    check: Callable[[], None]
-    """Raises AssertionError if the kernel is wrong."""
+    check: Callable[[], float | None]
+    """Raises AssertionError if the kernel is wrong. What it returns is the result's `error`: RMS of the difference from
+    fp64 over RMS, at this shape."""
     flops: int
     """From the formula, at the tile that it names; never what an implementation happens to do."""
     bytes: int
@@ -30,13 +31,23 @@ class Case:
     bound: Literal["compute", "bf16", "memory"]
     """The ceiling: sgemm, a bf16 matrix product, or memcpy."""
     peers: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    peer_shares: Mapping[str, float] = field(default_factory=dict)
+    """What a peer runs of the flops where that is not all: its seconds are divided by it, and its name says so."""
+    measures_memory: bool = False
+    """Whether the peak of extra memory is a result too (memory.py)."""
+
+    def __post_init__(self) -> None:
+        for name, share in self.peer_shares.items():
+            if name not in self.peers or not 0 < share < 1:
+                raise ValueError(f"peer_shares[{name!r}]={share}: name one of {list(self.peers)}, in (0, 1)")
 
 
 def measure(op: str, case: Case, *, repeats: int, threads: int) -> dict[str, Any]:
-    """Seconds of ours, the ceiling measured in the same turns, and the peers; medians of `repeats` turns."""
+    """Seconds of ours, the ceiling measured in the same turns, and the peers, all for the whole shape; medians of
+    `repeats` turns. `extra_bytes` is None: this process cannot tell (memory.py)."""
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
-    case.check()
+    error = case.check()
     clock = time.thread_time if threads == 1 else time.perf_counter
     sides = {"ours": case.run, **_ceilings(case.bound), **case.peers}
     for run in sides.values():
@@ -65,15 +76,19 @@ def measure(op: str, case: Case, *, repeats: int, threads: int) -> dict[str, Any
         "bound": case.bound,
         "ceiling_gflops": ceiling_gflops,
         "ceiling_gbytes": ceiling_gbytes,
+        "error": error,
         "ratio": gbytes / ceiling_gbytes if case.bound == "memory" else gflops / ceiling_gflops,
-        "peers": {name: seconds[name] for name in case.peers},
+        "peers": {name: seconds[name] / case.peer_shares.get(name, 1.0) for name in case.peers},
+        "peer_shares": dict(case.peer_shares),
+        "extra_bytes": None,
     }
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    """RMS of the difference over RMS of the expected values."""
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
+    """RMS of the difference over RMS of the expected values: returns it, and raises if it is more than allowed."""
     ratio = (actual.double() - expected.double()).square().mean().sqrt() / expected.double().square().mean().sqrt()
     assert float(ratio) <= tolerance, f"wrong by {float(ratio):.1e} RMS, allowed {tolerance:.0e}: not timed"
+    return float(ratio)
 
 
 def _ceilings(bound: str) -> dict[str, Callable[[], Any]]:
