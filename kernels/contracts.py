@@ -26,6 +26,16 @@ class Summary(NamedTuple):
     transition_GKK: torch.Tensor | None
 
 
+class KdaInputs(NamedTuple):
+    """What `prepare` and `step` take, in their order."""
+
+    q_THK: torch.Tensor
+    k_THK: torch.Tensor
+    v_TGV: torch.Tensor
+    g_TGK: torch.Tensor
+    beta_TG: torch.Tensor
+
+
 class KdaScan(NamedTuple):
     out_TGV: torch.Tensor
     state_NGKV: torch.Tensor
@@ -53,6 +63,27 @@ class KdaKernels(Protocol):
 
     def l2_normalize(self, x_THK: torch.Tensor) -> torch.Tensor:
         """x / sqrt(sum x^2 + 1e-6) over the last dim, in fp32, result fp32."""
+        ...
+
+    def make_inputs(
+        self,
+        raw_TC: torch.Tensor,
+        weight_CW: torch.Tensor,
+        decay_TGK: torch.Tensor,
+        beta_TG: torch.Tensor,
+        *,
+        offsets: Sequence[int],
+        history_NWC: torch.Tensor,
+        num_heads: int,
+        a_log_G: torch.Tensor,
+        dt_bias_GK: torch.Tensor,
+        lower_bound: float | None,
+        largest_beta: float,
+    ) -> KdaInputs:
+        """All that lies between the projections and the recurrence. `raw` holds the projected channels of q, k (H =
+        `num_heads` each) and v; they go through `causal_conv_silu` (`weight`, `offsets` and `history` as there), q and
+        k through `l2_normalize`, `decay` through `gate`; beta is `largest_beta` sigmoid(logits). v in raw's dtype, the
+        rest fp32 and nowhere rounded to less on the way."""
         ...
 
     def prepare(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from longprefill.kernels.contracts import KdaScan, KdaStep, Summary
+from longprefill.kernels.contracts import KdaInputs, KdaScan, KdaStep, Summary
 from longprefill.kernels.native.library import COMPILED_DTYPES, ops
 from longprefill.kernels.segments import segment_bounds
 
@@ -60,6 +60,33 @@ def l2_normalize(x_THK: torch.Tensor) -> torch.Tensor:
     if x_THK.dtype not in COMPILED_DTYPES or x_THK.dim() != 3:
         return plain.l2_normalize(x_THK)
     return ops().kda_l2_normalize(_rows(x_THK), L2_EPS)
+
+
+def make_inputs(
+    raw_TC: torch.Tensor, weight_CW: torch.Tensor, decay_TGK: torch.Tensor, beta_TG: torch.Tensor, *,
+    offsets: Sequence[int], history_NWC: torch.Tensor, num_heads: int, a_log_G: torch.Tensor,
+    dt_bias_GK: torch.Tensor, lower_bound: float | None, largest_beta: float,
+) -> KdaInputs:  # fmt: skip
+    """One pass over memory (cpu_src/front.cpp). Shapes as in `KdaKernels.make_inputs`.
+
+    Raises:
+        ValueError: `offsets` do not cover the T rows.
+    """
+    if raw_TC.dtype not in COMPILED_DTYPES:
+        return plain.make_inputs(
+            raw_TC, weight_CW, decay_TGK, beta_TG, offsets=offsets, history_NWC=history_NWC, num_heads=num_heads,
+            a_log_G=a_log_G, dt_bias_GK=dt_bias_GK, lower_bound=lower_bound, largest_beta=largest_beta,
+        )  # fmt: skip
+    segment_bounds(offsets, raw_TC.shape[0])
+    out_dtype = raw_TC.dtype
+    if not raw_TC.dtype == decay_TGK.dtype == beta_TG.dtype:
+        raw_TC, decay_TGK, beta_TG = raw_TC.float(), decay_TGK.float(), beta_TG.float()
+    q_THK, k_THK, v_TGV, g_TGK, new_beta_TG = ops().kda_inputs(
+        _rows(raw_TC), weight_CW.float().t().contiguous(), _rows(decay_TGK), _rows(beta_TG), list(offsets),
+        _compiled(history_NWC).contiguous(), num_heads, a_log_G.float().exp(), dt_bias_GK.float().contiguous(),
+        lower_bound, largest_beta, L2_EPS,
+    )  # fmt: skip
+    return KdaInputs(q_THK, k_THK, v_TGV.to(out_dtype), g_TGK, new_beta_TG)
 
 
 def prepare(

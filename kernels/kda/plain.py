@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from longprefill.kernels.contracts import KdaScan, KdaStep, Summary
+from longprefill.kernels.contracts import KdaInputs, KdaScan, KdaStep, Summary
+from longprefill.kernels.conv import plain as conv
 
 from .algebra import compute_dtype, keep_states
 from .tiles import TILE_TOKENS as C
@@ -78,6 +79,25 @@ def l2_normalize(x_THK: torch.Tensor) -> torch.Tensor:
         inverse = torch.linalg.vecdot(block, block).add_(L2_EPS).rsqrt_()
         torch.mul(block, inverse.unsqueeze(-1), out=out_THK[rows])
     return out_THK
+
+
+def make_inputs(
+    raw_TC: torch.Tensor, weight_CW: torch.Tensor, decay_TGK: torch.Tensor, beta_TG: torch.Tensor, *,
+    offsets: Sequence[int], history_NWC: torch.Tensor, num_heads: int, a_log_G: torch.Tensor,
+    dt_bias_GK: torch.Tensor, lower_bound: float | None, largest_beta: float,
+) -> KdaInputs:  # fmt: skip
+    """conv + SiLU, l2 norm, gate and sigmoid one after the other. Shapes as in `KdaKernels.make_inputs`."""
+    _, value_heads, num_keys = decay_TGK.shape
+    dtype = compute_dtype(raw_TC)
+    mixed_TC = conv.causal_conv_silu(raw_TC.to(dtype), weight_CW, offsets=offsets, history_NWC=history_NWC)
+    q_TC, k_TC, v_TC = mixed_TC.tensor_split((num_heads * num_keys, 2 * num_heads * num_keys), dim=1)
+    return KdaInputs(
+        q_THK=l2_normalize(q_TC.unflatten(1, (num_heads, num_keys))),
+        k_THK=l2_normalize(k_TC.unflatten(1, (num_heads, num_keys))),
+        v_TGV=v_TC.unflatten(1, (value_heads, -1)).to(raw_TC.dtype),
+        g_TGK=gate(decay_TGK, a_log_G, dt_bias_GK, lower_bound),
+        beta_TG=largest_beta * torch.sigmoid(beta_TG.to(dtype)),
+    )
 
 
 def prepare(

@@ -11,6 +11,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     "kda_prefill": kda.prefill,
     "kda_summary": kda.summary,
     "kda_decode": kda.decode,
+    "kda_inputs": kda.inputs,
     "indexer": indexer.bf16_keys,
     "indexer_mxfp8": indexer.mxfp8_keys,
     "indexer_pooled": indexer.pooled_keys,

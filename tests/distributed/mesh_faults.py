@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from longprefill.kernels.backends import resolve
-from longprefill.kernels.contracts import Routing
+from longprefill.kernels.contracts import KdaInputs, Routing
 from longprefill.kernels.paged import PagedRows
 from longprefill.orchestrator.align.compare import first_deviation
 from longprefill.workers.cache.pages import JobCache
@@ -109,12 +109,16 @@ def history_of_the_other_fragment(only: OnlyIn) -> None:
 
 
 def future_gate(only: OnlyIn) -> None:
-    only.wrap(KERNELS.kda, "gate", lambda gate: lambda *args: gate(*args).roll(-1, dims=0))
+    def shifted(inputs: KdaInputs) -> KdaInputs:
+        return inputs._replace(g_TGK=inputs.g_TGK.roll(-1, dims=0))
+
+    only.wrap(KERNELS.kda, "make_inputs", lambda make: lambda *args, **options: shifted(make(*args, **options)))
 
 
 def gates_of_other_heads(only: OnlyIn) -> None:
     only.wrap(
-        KERNELS.kda, "gate", lambda gate: lambda raw, a_log, *args: gate(raw, a_log.roll(1, dims=0), *args)
+        KERNELS.kda, "make_inputs",
+        lambda make: lambda *args, a_log_G, **options: make(*args, a_log_G=a_log_G.roll(1, dims=0), **options),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from longprefill.kernels.backends import resolve
-from longprefill.kernels.contracts import Routing, Summary
+from longprefill.kernels.contracts import KdaInputs, Routing, Summary
 from longprefill.kernels.paged import PagedRows
 from longprefill.partition.layout import Fragment
 from longprefill.workers.cache.pages import JobCache
@@ -167,7 +167,10 @@ def conv_tail_of_the_step_before(patch: Patch) -> None:
 
 
 def future_gate(patch: Patch) -> None:
-    wrap(patch, KERNELS.kda, "gate", lambda gate: lambda *args: gate(*args).roll(-1, dims=0))
+    def shifted(inputs: KdaInputs) -> KdaInputs:
+        return inputs._replace(g_TGK=inputs.g_TGK.roll(-1, dims=0))
+
+    wrap(patch, KERNELS.kda, "make_inputs", lambda make: lambda *args, **options: shifted(make(*args, **options)))
 
 
 def other_pairing(patch: Patch) -> None:

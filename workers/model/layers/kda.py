@@ -5,7 +5,7 @@
 
 1. halo: the last W - 1 normed input rows before each fragment travel and the receiver projects them again; before the
    step's start the projected rows come from the boundary state;
-2. projections, conv + SiLU, gates, l2 norm, the state-independent part of every tile;
+2. projections; conv + SiLU, l2 norm and gates in one pass; the state-independent part of every tile;
 3. fragments that know their incoming state scan at once, middle fragments make their summary [E | M];
 4. exchange of summaries; every other fragment folds its incoming state;
 5. scan from the true incoming state, gated output norm, output projection.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from longprefill.kernels.contracts import Summary
+from longprefill.kernels.contracts import KdaInputs, Summary
 from longprefill.workers.cache.states import KdaState
 from longprefill.workers.model.config import KdaConfig
 from longprefill.workers.model.layers.context import StepContext
@@ -47,12 +47,8 @@ class KdaLayer:
             raw_TC = F.linear(x_TD, self.qkv_CD)
             history_NWC = halo.history(raw_TC, self.qkv_CD, self.index)
         with ctx.tracer.span("kda.conv"):
-            mixed_TC = ctx.kernels.conv.causal_conv_silu(
-                raw_TC, self.weights["kda.conv"], offsets=ctx.offsets, history_NWC=history_NWC
-            )
-            q_THK, k_THK, v_TGV = self._split(mixed_TC, ctx)
-            g_TGK, beta_TG = self._gates(x_TD, ctx)
-        out_TGV = self._recurrence(q_THK, k_THK, v_TGV, g_TGK, beta_TG, ctx)
+            inputs = self._inputs(x_TD, raw_TC, history_NWC, ctx)
+        out_TGV = self._recurrence(inputs, ctx)
         self._keep_conv_tails(raw_TC, history_NWC, ctx)
         with ctx.tracer.span("kda.output"):
             normed = ctx.kernels.norm.gated_rms_norm(
@@ -61,23 +57,25 @@ class KdaLayer:
             mixed_TD = F.linear(normed.flatten(1), self.weights["kda.o_proj"])
         return ctx.scatter_sum(mixed_TD, op="tp_scatter_sum")
 
-    def _split(self, mixed_TC: torch.Tensor, ctx: StepContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        config = self.config
-        width = config.num_heads * config.key_dim
-        q_TC, k_TC, v_TC = mixed_TC.split((width, width, config.num_value_heads * config.value_dim), dim=1)
-        q_THK = q_TC.unflatten(1, (config.num_heads, config.key_dim))
-        k_THK = k_TC.unflatten(1, (config.num_heads, config.key_dim))
-        v_TGV = v_TC.unflatten(1, (config.num_value_heads, config.value_dim))
-        return ctx.kernels.kda.l2_normalize(q_THK), ctx.kernels.kda.l2_normalize(k_THK), v_TGV
-
-    def _gates(self, x_TD: torch.Tensor, ctx: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log decay fp32 [T, G, K], beta fp32 [T, G])."""
+    def _inputs(
+        self, x_TD: torch.Tensor, raw_TC: torch.Tensor, history_NWC: torch.Tensor, ctx: StepContext
+    ) -> KdaInputs:
         config = self.config
         low_TR = F.linear(x_TD, self.weights["kda.f_a"])
-        raw_TGK = F.linear(low_TR, self.weights["kda.f_b"]).unflatten(1, (config.num_value_heads, config.key_dim))
-        g_TGK = ctx.kernels.kda.gate(raw_TGK, self.a_log_G, self.dt_bias_GK, config.lower_bound)
-        beta_TG = torch.sigmoid(F.linear(x_TD, self.weights["kda.b_proj"]).float())
-        return g_TGK, 2 * beta_TG if config.allow_neg_eigval else beta_TG
+        decay_TF = F.linear(low_TR, self.weights["kda.f_b"])
+        return ctx.kernels.kda.make_inputs(
+            raw_TC,
+            self.weights["kda.conv"],
+            decay_TF.unflatten(1, (config.num_value_heads, config.key_dim)),
+            F.linear(x_TD, self.weights["kda.b_proj"]),
+            offsets=ctx.offsets,
+            history_NWC=history_NWC,
+            num_heads=config.num_heads,
+            a_log_G=self.a_log_G,
+            dt_bias_GK=self.dt_bias_GK,
+            lower_bound=config.lower_bound,
+            largest_beta=2.0 if config.allow_neg_eigval else 1.0,
+        )
 
     def _output_gate(self, x_TD: torch.Tensor) -> torch.Tensor:
         if self.config.output_gate_rank is None:
@@ -86,28 +84,17 @@ class KdaLayer:
             gate_TF = F.linear(F.linear(x_TD, self.weights["kda.g_a"]), self.weights["kda.g_b"])
         return gate_TF.unflatten(1, (self.config.num_value_heads, self.config.value_dim))
 
-    def _recurrence(
-        self,
-        q_THK: torch.Tensor,
-        k_THK: torch.Tensor,
-        v_TGV: torch.Tensor,
-        g_TGK: torch.Tensor,
-        beta_TG: torch.Tensor,
-        ctx: StepContext,
-    ) -> torch.Tensor:
+    def _recurrence(self, inputs: KdaInputs, ctx: StepContext) -> torch.Tensor:
         """[T, G, V]. Fragments are scanned in two rounds: those that start their chain, then those that wait for
         states."""
         kernels, scale = ctx.kernels.kda, self.config.key_dim**-0.5
-        out_TGV = v_TGV.new_empty(v_TGV.shape)
-        streams = (q_THK, k_THK, v_TGV, g_TGK, beta_TG)
+        out_TGV = inputs.v_TGV.new_empty(inputs.v_TGV.shape)
 
         def prepare(numbers: list[int]):
-            rows = [slice(ctx.offsets[n], ctx.offsets[n + 1]) for n in numbers]
-            parts = [stream[rows[0]] if len(rows) == 1 else torch.cat([stream[r] for r in rows]) for stream in streams]
             offsets = [0]
             for n in numbers:
                 offsets.append(offsets[-1] + ctx.local[n].length)
-            return kernels.prepare(*parts, offsets=offsets, scale=scale)
+            return kernels.prepare(*_rows_of(inputs, numbers, ctx), offsets=offsets, scale=scale)
 
         def keep(numbers: list[int], out_RGV: torch.Tensor, states_GKV: Sequence[torch.Tensor]) -> None:
             row = 0
@@ -122,8 +109,7 @@ class KdaLayer:
             """States after the fragments that start their chain; where all are one token, as in decode, by `step`."""
             before_GKV = [ctx.jobs[ctx.local[n].job].before.kda[self.index].state_GKV for n in numbers]
             if all(ctx.local[n].length == 1 for n in numbers):
-                rows = torch.tensor([ctx.offsets[n] for n in numbers])
-                out_RGV, states_GKV = kernels.step(*(stream[rows] for stream in streams), before_GKV, scale=scale)
+                out_RGV, states_GKV = kernels.step(*_rows_of(inputs, numbers, ctx), before_GKV, scale=scale)
             else:
                 out_RGV, states_NGKV, _ = kernels.scan(prepare(numbers), torch.stack(before_GKV))
                 states_GKV = states_NGKV.unbind()
@@ -166,6 +152,16 @@ class KdaLayer:
                 missing = width - rows_TC.shape[0]
                 tail_WC = torch.cat((history_NWC[n, width - missing :], rows_TC))
                 ctx.jobs[fragment.job].after.kda[self.index].conv_tail_WC = tail_WC
+
+
+def _rows_of(inputs: KdaInputs, numbers: list[int], ctx: StepContext) -> KdaInputs:
+    """The rows of some local fragments, one after the other; a view if all are wanted or only one is."""
+    if len(numbers) == len(ctx.local):
+        return inputs
+    rows = [slice(ctx.offsets[n], ctx.offsets[n + 1]) for n in numbers]
+    if len(rows) == 1:
+        return KdaInputs(*(stream[rows[0]] for stream in inputs))
+    return KdaInputs(*(torch.cat([stream[r] for r in rows]) for stream in inputs))
 
 
 class Halo:
