@@ -208,4 +208,6 @@ def _checked_chain(piece: Slice, unsorted: Iterable[Fragment]) -> list[Fragment]
         covered = fragment.end
     if covered != piece.end:
         raise ValueError(f"the chain of job {piece.job} ends at {covered}, its slice at {piece.end}")
-    return [replace(fragment, order=order) for order, fragment in enumerate(chain)]
+    return [
+        fragment if fragment.order == order else replace(fragment, order=order) for order, fragment in enumerate(chain)
+    ]

@@ -12,11 +12,11 @@ from longprefill.partition.generators import LayoutKind
 from longprefill.partition.layout import PAGE_TOKENS, Slice
 from longprefill.partition.steps import Step, plan_steps
 
-MOST_STEPS = 8
+MOST_STEPS = 5
 """Up to so many steps each is counted; of more, NODES stand for all full ones (Simpson's rule: a step's time is near
 quadratic in where it starts)."""
-NODES = 5
-SIMPSON = (1, 4, 2, 4, 1)
+NODES = 3
+SIMPSON = (1, 4, 1)
 
 
 class Weighted(NamedTuple):

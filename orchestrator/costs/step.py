@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from longprefill.orchestrator.costs.exchanges import ExchangeCosts
 from longprefill.orchestrator.costs.placement import Placement
@@ -86,57 +86,71 @@ Seconds = defaultdict[str, float]
 class _Group:
     """Operations that every rank runs without an exchange in between: seconds by part, and their sum, for each rank."""
 
-    __slots__ = ("parts", "runs", "totals")
+    __slots__ = ("parts", "totals")
 
     def __init__(self, parts: list[Seconds]) -> None:
         self.parts = parts
         self.totals = [sum(found.values()) for found in parts]
-        self.runs = 0
 
 
 class _Clocks:
-    """Time of each chosen rank, and where it went."""
+    """Time of each chosen rank, and where it went: `now` counts from `base`, so that equal layers that find the ranks
+    equally far apart do the same to the last bit."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.now = [0.0] * num_ranks
-        self.waiting = [0.0] * num_ranks
+    def __init__(self, now: list[float]) -> None:
+        self.base = 0.0
+        self.now = now
+        self.waiting = [0.0] * len(now)
         self.exposed: Seconds = defaultdict(float)
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, tuple[_Group, int]] = {}
 
     def run(self, group: _Group) -> None:
         """Every rank works."""
-        self.now = [now + seconds for now, seconds in zip(self.now, group.totals, strict=True)]
+        least = min(group.totals)
+        self.base += least
+        self.now = [now + (seconds - least) for now, seconds in zip(self.now, group.totals, strict=True)]
         self.count(group)
 
-    def count(self, group: _Group) -> None:
+    def count(self, group: _Group, times: int = 1) -> None:
         """The group's seconds count once more, whoever moved the clocks."""
-        group.runs += 1
-        self._groups[id(group)] = group
+        _, before = self._groups.get(id(group), (group, 0))
+        self._groups[id(group)] = (group, before + times)
 
     def meet(self, name: str, seconds: float) -> None:
         """All ranks wait for the last one, then for the exchange."""
         last = max(self.now)
         self.waiting = [waited + last - now for waited, now in zip(self.waiting, self.now, strict=True)]
-        self.now = [last + seconds] * len(self.now)
+        self.base += last + seconds
+        self.now = [0.0] * len(self.now)
         self.exposed[name] += seconds
 
     def pay(self, name: str, seconds: float) -> None:
         """Every rank spends the same on something that is no work."""
         self.exposed[name] += seconds
-        self.now = [now + seconds for now in self.now]
+        self.base += seconds
+
+    def add(self, after: _Clocks) -> None:
+        """What came next, on clocks that began with these ones' `now`."""
+        least = min(after.now)
+        self.base += after.base + least
+        self.now = [now - least for now in after.now]
+        self.waiting = [a + b for a, b in zip(self.waiting, after.waiting, strict=True)]
+        _add(self.exposed, after.exposed)
+        for group, times in after._groups.values():
+            self.count(group, times)
 
     def parts(self, rank: int) -> Seconds:
         """A rank's work by part."""
         total: Seconds = defaultdict(float)
-        for group in self._groups.values():
+        for group, times in self._groups.values():
             for name, seconds in group.parts[rank].items():
-                total[name] += group.runs * seconds
+                total[name] += times * seconds
         return total
 
     def work_s(self) -> list[float]:
         """Work of every rank."""
         groups = self._groups.values()
-        return [sum(group.runs * group.totals[rank] for group in groups) for rank in range(len(self.now))]
+        return [sum(times * group.totals[rank] for group, times in groups) for rank in range(len(self.now))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +194,7 @@ class StepCosts:
         Raises:
             ProfileError: a rate that the step needs is not known.
         """
-        layout = generate(kind, slices, self.placement.cp)
+        layout = _layout(kind, tuple(slices), self.placement.cp)
         return _Step(self, layout, num_ending).time()
 
     def layer_seconds(self, slices: Sequence[Slice]) -> dict[LayerShape, float]:
@@ -198,6 +212,12 @@ class StepCosts:
         if block is None:
             return (0,) * (num_layers + 1)
         return (*(3 + -(-n // block) + n // block for n in range(num_layers)), 1 + -(-num_layers // block))
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """For every layer the number of the first that is equal to it."""
+        first: dict[LayerShape, int] = {}
+        return tuple(first.setdefault(layer, number) for number, layer in enumerate(self.model.layers))
 
     @cached_property
     def shapes(self) -> dict[tuple[str, LayerShape], tuple[tuple[str, int | str], ...]]:
@@ -218,7 +238,8 @@ class _Step:
         self.num_ending = num_ending
         self.ranks = _chosen(layout)
         self.exchanges = ExchangeCosts(layout, costs.model, costs.placement)
-        self.clocks = _Clocks(len(self.ranks))
+        self.clocks = _Clocks([0.0] * len(self.ranks))
+        self._layers: dict[tuple[float, ...], _Clocks] = {}
         self._mixing: dict[int, _Group] = {}
 
     def time(self) -> StepTime:
@@ -227,9 +248,9 @@ class _Step:
         embed, head = edge_operations(self.layout, costs.model, costs.placement.tp, self.num_ending)
         first = costs.model.layers[0]
         clocks.run(_Group([self._seconds(rank, (embed,), first) for rank in self.ranks]))
-        for number, layer in enumerate(costs.model.layers):
-            self._layer(layer, costs.sources[number])
-            clocks.pay("host", overheads.layer_s)
+        for kind, sources in zip(costs.kinds, costs.sources, strict=False):
+            self._run_layer(kind)
+            self._mix(sources)
         self._mix(costs.sources[-1])
         if self.num_ending:
             clocks.run(_Group([self._seconds(rank, (head,), first) for rank in self.ranks]))
@@ -242,7 +263,18 @@ class _Step:
         groups = self._work(layer).values()
         return max(sum(group.totals[n] for group in groups) for n in range(len(self.ranks)))
 
-    def _layer(self, layer: LayerShape, sources: int) -> None:
+    def _run_layer(self, kind: int) -> None:
+        """One more layer: counted once for each kind and for how far the ranks are apart when it begins."""
+        whole = self.clocks
+        key = (kind, *whole.now)
+        if key not in self._layers:
+            self.clocks = self._layers[key] = _Clocks(whole.now)
+            self._layer(self.costs.model.layers[kind])
+            self.clocks.pay("host", self.costs.placement.profiles[0].overheads.layer_s)
+            self.clocks = whole
+        whole.add(self._layers[key])
+
+    def _layer(self, layer: LayerShape) -> None:
         clocks, exchanges, options = self.clocks, self.exchanges, self.costs.options
         work = self._work(layer)
         clocks.pay("tensor parallel", exchanges.tensor_parallel_s(layer))
@@ -271,7 +303,6 @@ class _Step:
             if options.is_expert_parallel:
                 clocks.meet("expert dispatch", exchanges.experts_s(layer.ffn))
         clocks.run(work["ffn"])
-        self._mix(sources)
 
     def _gather_beside(self, rows_s: float, beside: _Group) -> None:
         """The gather of cache rows starts when every rank has its own; a rank needs it after its query side."""
@@ -340,16 +371,17 @@ class _Step:
         clocks = self.clocks
         least = min(range(len(self.ranks)), key=lambda rank: clocks.waiting[rank])
         works = clocks.work_s()
+        seconds = clocks.base + max(clocks.now)
         exposed = {name: seconds for name, seconds in clocks.exposed.items() if seconds}
         host_s = exposed.pop("host", 0.0)
         relay_s = exposed.pop("relay", 0.0)
         parts = {**clocks.parts(least), **exposed, "waiting": clocks.waiting[least] + relay_s, "host": host_s}
         return StepTime(
-            seconds=max(clocks.now),
+            seconds=seconds,
             parts={name: seconds for name, seconds in parts.items() if seconds},
             max_work_s=max(works),
             mean_work_s=sum(works) / len(works),
-            waiting_s=max(max(clocks.now) - max(works) - sum(exposed.values()) - host_s, 0.0),
+            waiting_s=max(seconds - max(works) - sum(exposed.values()) - host_s, 0.0),
             exposed_s=sum(exposed.values()),
             host_s=host_s,
         )
@@ -358,6 +390,12 @@ class _Step:
 def _add(total: Seconds, found: Mapping[str, float]) -> None:
     for name, seconds in found.items():
         total[name] += seconds
+
+
+@lru_cache(maxsize=256)
+def _layout(kind: LayoutKind, slices: tuple[Slice, ...], num_cp: int) -> Layout:
+    """The planner asks for one layout with every exchange."""
+    return generate(kind, slices, num_cp)
 
 
 def _group(work: LayerWork, name: str) -> tuple[Operation, ...]:

@@ -61,6 +61,7 @@ class Evaluator:
         self.has_decode = has_decode
         self.unknown: list[tuple[Candidate, str]] = []
         """Candidates that could not be estimated, and which rate is missing."""
+        self._found: dict[tuple[str, Candidate], Estimate | None] = {}
         self._shapes: dict[tuple[int, int | None, str, str], ModelShape] = {}
         self._weights: dict[int, int] = {}
         self._per_token: dict[int, int] = {}
@@ -70,6 +71,7 @@ class Evaluator:
         """The same for one prompt of another length, with nothing cached."""
         other = copy(self)
         other.request = replace(self.request, tokens=num_tokens, cached=0, concurrent=1)
+        other._found = {}
         return other
 
     def settings(self, latent_format: str, index_format: str) -> ClusterSettings:
@@ -154,11 +156,14 @@ class Evaluator:
         return self._tried(self._rough, candidate)
 
     def _tried(self, estimated: Callable[[Candidate], Estimate | None], candidate: Candidate) -> Estimate | None:
-        try:
-            return estimated(candidate)
-        except ProfileError as error:
-            self.unknown.append((candidate, str(error)))
-            return None
+        key = (estimated.__name__, candidate)
+        if key not in self._found:
+            try:
+                self._found[key] = estimated(candidate)
+            except ProfileError as error:
+                self.unknown.append((candidate, str(error)))
+                self._found[key] = None
+        return self._found[key]
 
     def _estimate(self, candidate: Candidate) -> Estimate | None:
         site = self.machines.site(candidate.cp, candidate.tp)

@@ -19,6 +19,7 @@ from longprefill.orchestrator import cli
 from longprefill.orchestrator.costs.profile import DeviceProfile, Link, Table
 from longprefill.orchestrator.costs.profile_file import find_profile, write_profile
 from longprefill.orchestrator.costs.rates import Rates
+from longprefill.orchestrator.costs.step import StepCosts
 from longprefill.orchestrator.memory import weight_bytes
 from longprefill.orchestrator.plan_command import device_numbers, evaluator_of, scaling
 from longprefill.orchestrator.planner.candidate import Candidate, PlanError, PlanRequest
@@ -130,18 +131,36 @@ def test_answers_are_what_they_should_be() -> None:
 
 
 def test_planning_needs_neither_torch_nor_ray() -> None:
+    """For whatever is asked: a heavy import may hide behind one kind of answer."""
     code = (
-        "import sys\n"
+        "import json, sys\n"
         "from longprefill.orchestrator import cli\n"
-        "try:\n    cli.main()\n"
-        "except SystemExit as ended:\n"
-        "    print(ended.code, *sorted({'torch', 'ray', 'numpy'} & set(sys.modules)), file=sys.stderr)\n"
+        "codes = []\n"
+        "for words in json.load(sys.stdin):\n"
+        "    sys.argv = words\n"
+        "    try:\n        cli.main()\n"
+        "    except SystemExit as ended:\n        codes.append(ended.code)\n"
+        "print(len(codes), *sorted({'torch', 'ray', 'numpy'} & set(sys.modules)), file=sys.stderr)\n"
     )
-    words = arguments(QUESTIONS["one_token"])[1:]
+    questions = json.dumps([arguments(question) for question in QUESTIONS.values()])
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code, *words], capture_output=True, text=True, check=True, timeout=100
+        [sys.executable, "-P", "-c", code], input=questions, capture_output=True, text=True, check=True, timeout=100
     )
-    assert done.stderr.split() == ["0"]
+    assert done.stderr.splitlines()[-1].split() == [str(len(QUESTIONS))]
+
+
+def test_equal_layers_are_counted_once_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against every layer by itself: the same seconds, parts and waiting."""
+    for model, cp in (("kimi_linear", 3), ("glm_flash", 8), (str(GOLDEN / "deep"), 5)):
+        estimator = evaluator(model=model, tokens=50_000, cp=cp, cluster=GOLDEN / "wide.toml")
+        candidate = Candidate(cp=cp, tp=1, step_tokens=10_048, latent_format="bf16", index_format="bf16")
+        whole = estimator.step(candidate, "contiguous", 20_032)
+        with monkeypatch.context() as patch:
+            patch.setattr(StepCosts, "kinds", property(lambda costs: tuple(range(len(costs.model.layers)))))
+            each = estimator.step(candidate, "contiguous", 20_032)
+        assert each.parts == pytest.approx(dict(whole.parts), rel=1e-9)
+        assert each.seconds == pytest.approx(whole.seconds, rel=1e-12)
+        assert each.waiting_s == pytest.approx(whole.waiting_s, rel=1e-9)
 
 
 def test_people_get_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
