@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         ConvKernels,
         IndexerKernels,
         KdaKernels,
+        LinearKernels,
         MlaKernels,
         MoeKernels,
         NormKernels,
@@ -33,6 +34,7 @@ class KernelTable:
     conv: ConvKernels
     indexer: IndexerKernels
     mla: MlaKernels
+    linear: LinearKernels
     moe: MoeKernels
     residual: ResidualKernels
     norm: NormKernels
@@ -135,6 +137,7 @@ _BACKENDS: dict[str, tuple[Backend, ...]] = {
     "conv": (_compiled_backend("conv"), *_torch_backends("conv")),
     "indexer": (_compiled_backend("dsa"), *_torch_backends("dsa")),
     "mla": (_compiled_backend("mla"), *_torch_backends("mla")),
+    "linear": (_compiled_backend("linear"), *_torch_backends("linear")),
     "moe": (_compiled_backend("moe"), *_torch_backends("moe")),
     "residual": (_compiled_backend("residual"), *_torch_backends("residual")),
     "norm": (_compiled_backend("norm"), *_torch_backends("norm")),

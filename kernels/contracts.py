@@ -260,6 +260,19 @@ class MoeKernels(Protocol):
         ...
 
 
+class LinearKernels(Protocol):
+    """What a feed-forward and its router need beside plain matrix products."""
+
+    def gated(self, gate_up_TJ: torch.Tensor, *, activation: str, clamp: float | None = None) -> torch.Tensor:
+        """act(gate) * up, [T, F] in the operand's dtype, computed in fp32 with one rounding at the end. J = 2F, gate
+        first; `activation` and `clamp` as of `MoeKernels.experts`."""
+        ...
+
+    def linear_fp32(self, x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+        """x weight^T, fp32 [T, E]: both operands as they are, products and sums in fp32."""
+        ...
+
+
 class AttnResPhase1(NamedTuple):
     max_QT: torch.Tensor
     sum_QT: torch.Tensor
@@ -304,9 +317,11 @@ class ResidualKernels(Protocol):
         iterations: int,
         eps: float,
         norm_eps: float,
+        input_norm_D: torch.Tensor | None = None,
+        input_eps: float = 0.0,
     ) -> HyperMix:
         """Hyper-connections (mHC) before a sublayer: mixing weights of W = 2M + M M numbers a token from its M streams
-        (F = M D), and the sublayer's input. fp32."""
+        (F = M D), and the sublayer's input. fp32. With `input_norm_D` the input has gone through `rms_norm`."""
         ...
 
     def hyper_update(
@@ -316,12 +331,44 @@ class ResidualKernels(Protocol):
         tensor."""
         ...
 
+    def hyper_update_mix(
+        self,
+        streams_TMD: torch.Tensor,
+        output_TD: torch.Tensor,
+        post_TM: torch.Tensor,
+        comb_TMM: torch.Tensor,
+        projection_WF: torch.Tensor,
+        base_W: torch.Tensor,
+        scale_3: torch.Tensor,
+        *,
+        iterations: int,
+        eps: float,
+        norm_eps: float,
+        input_norm_D: torch.Tensor | None = None,
+        input_eps: float = 0.0,
+    ) -> HyperMix:
+        """Between two sublayers: `hyper_update` written over the streams (the one input that changes), then `hyper_mix`
+        of them for the next."""
+        ...
+
+    def hyper_final(
+        self, streams_TMD: torch.Tensor, output_TD: torch.Tensor, post_TM: torch.Tensor, comb_TMM: torch.Tensor
+    ) -> torch.Tensor:
+        """Behind the last sublayer: the mean of what `hyper_update` gives, [T, D] in the streams' dtype."""
+        ...
+
 
 class NormKernels(Protocol):
     """Normalisations over the last dim, computed in fp32; result in x's shape and dtype."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x), cast to x's dtype, then times weight in that dtype (Hugging Face's order)."""
+        ...
+
+    def add_rms_norm(
+        self, sum_TD: torch.Tensor, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Adds x to `sum_TD`, which is written over (the one input that changes), and returns `rms_norm` of it."""
         ...
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:

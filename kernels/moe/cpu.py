@@ -1,5 +1,5 @@
 """Experts by the compiled kernel (cpu_src/experts.cpp), bf16 on AMX. Other dtypes, processors and activations go to
-`plain`, whose matrix products torch runs as fast as they go; so does routing.
+`plain`, whose matrix products torch runs as fast as they go. Routing (cpu_src/route.cpp) takes fp32 logits everywhere.
 
 Legend: T tokens, D hidden, E experts, A experts a token, F inner, J = 2F.
 """
@@ -14,9 +14,35 @@ from longprefill.kernels.contracts import Routing
 from longprefill.kernels.native.library import ops
 
 from . import plain
-from .plain import route
 
-__all__ = ["experts", "route"]
+
+def route(
+    logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *, topk: int, scoring: str, num_groups: int, topk_groups: int,
+    normalize: bool, scale: float,
+) -> Routing:  # fmt: skip
+    """Experts and weights of every token, best first, ties to the lower expert (see `plain.route`).
+
+    Raises:
+        ValueError: unknown scoring, groups that do not divide the experts, or fewer competing experts than topk.
+    """
+    if logits_TE.dtype == torch.float64:
+        return plain.route(
+            logits_TE, bias_E, topk=topk, scoring=scoring, num_groups=num_groups, topk_groups=topk_groups,
+            normalize=normalize, scale=scale,
+        )  # fmt: skip
+    plain.check_routing(logits_TE.shape[1], topk=topk, scoring=scoring, num_groups=num_groups, topk_groups=topk_groups)
+    return Routing(
+        *ops().moe_route(
+            logits_TE.float().contiguous(),
+            None if bias_E is None else bias_E.float().contiguous(),
+            topk,
+            scoring == "softmax",
+            num_groups,
+            topk_groups,
+            normalize,
+            scale,
+        )
+    )
 
 
 def experts(

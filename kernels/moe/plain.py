@@ -38,15 +38,7 @@ def route(
         ValueError: unknown scoring, groups that do not divide the experts, or fewer competing experts than topk.
     """
     num_experts = logits_TE.shape[1]
-    if scoring not in SCORINGS:
-        raise ValueError(f"scoring={scoring!r}: routers score by {' or '.join(SCORINGS)}")
-    if num_groups < 1 or num_experts % num_groups or not 1 <= topk_groups <= num_groups:
-        raise ValueError(
-            f"num_groups={num_groups}, topk_groups={topk_groups} of {num_experts} experts: groups divide the experts "
-            "evenly, and 1 to num_groups of them compete"
-        )
-    if not 1 <= topk <= num_experts // num_groups * topk_groups:
-        raise ValueError(f"topk={topk}: {topk_groups} groups offer {num_experts // num_groups * topk_groups} experts")
+    check_routing(num_experts, topk=topk, scoring=scoring, num_groups=num_groups, topk_groups=topk_groups)
     logits_TE = logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
     scores_TE = logits_TE.sigmoid() if scoring == "sigmoid" else logits_TE.softmax(dim=-1)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E.to(scores_TE.dtype)
@@ -112,6 +104,19 @@ def experts(
         # A token comes once per expert at most: a call adds one summand to a row, and calls follow the experts' order.
         sum_TD.index_add_(0, tokens_M, out_MD.mul_(weights[slots_M, None]))
     return sum_TD.to(out_dtype)
+
+
+def check_routing(num_experts: int, *, topk: int, scoring: str, num_groups: int, topk_groups: int) -> None:
+    """ValueError unless scoring, groups and topk are possible with so many experts."""
+    if scoring not in SCORINGS:
+        raise ValueError(f"scoring={scoring!r}: routers score by {' or '.join(SCORINGS)}")
+    if num_groups < 1 or num_experts % num_groups or not 1 <= topk_groups <= num_groups:
+        raise ValueError(
+            f"num_groups={num_groups}, topk_groups={topk_groups} of {num_experts} experts: groups divide the experts "
+            "evenly, and 1 to num_groups of them compete"
+        )
+    if not 1 <= topk <= num_experts // num_groups * topk_groups:
+        raise ValueError(f"topk={topk}: {topk_groups} groups offer {num_experts // num_groups * topk_groups} experts")
 
 
 def check_experts(routing: Routing, *, num_experts: int) -> None:

@@ -1,6 +1,6 @@
 """Normalisations by the compiled kernels (cpu_src/norm.cpp); fp64 and fp16 go to `plain`.
 
-Legend: T tokens, G value heads, V value dim; x is [..., D].
+Legend: T tokens, D hidden, G value heads, V value dim; x is [..., D].
 """
 
 from __future__ import annotations
@@ -17,6 +17,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.dtype not in COMPILED_DTYPES:
         return plain.rms_norm(x, weight, eps)
     return ops().rms_norm(x.contiguous(), weight.to(x.dtype).contiguous(), eps)
+
+
+def add_rms_norm(sum_TD: torch.Tensor, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds x to `sum_TD`, in place, and returns `rms_norm` of it: one pass over memory."""
+    if x_TD.dtype not in COMPILED_DTYPES or sum_TD.dtype != x_TD.dtype or not sum_TD.is_contiguous():
+        return plain.add_rms_norm(sum_TD, x_TD, weight_D, eps)
+    return ops().add_rms_norm(sum_TD, x_TD.contiguous(), weight_D.to(x_TD.dtype).contiguous(), eps)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Normalisations by blocks of rows that stay in cache, with the casts of the Hugging Face modules that they stand for.
 
-Legend: T tokens, G value heads, V value dim; x is [..., D].
+Legend: T tokens, D hidden, G value heads, V value dim; x is [..., D].
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide, block = x[rows].to(_compute_dtype(x)), out[rows]
         block.copy_(wide * _inverse_rms(wide, eps)).mul_(scale)
     return out
+
+
+def add_rms_norm(sum_TD: torch.Tensor, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds x to `sum_TD`, in place, and returns `rms_norm` of it."""
+    sum_TD += x_TD
+    return rms_norm(sum_TD, weight_D, eps)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:

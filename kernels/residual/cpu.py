@@ -16,7 +16,7 @@ from longprefill.kernels.native.library import COMPILED_DTYPES, ops
 from . import plain
 
 MAX_STREAMS = 16
-"""Of a compiled `hyper_update` (cpu_src/hyper.cpp)."""
+"""Of the compiled hyper-connections (cpu_src/hyper.cpp)."""
 
 
 def mix(sources_BTD: Sequence[torch.Tensor], query_D: torch.Tensor, *, eps: float) -> torch.Tensor:
@@ -53,26 +53,71 @@ def update(
 
 def hyper_mix(
     streams_TMD: torch.Tensor, projection_WF: torch.Tensor, base_W: torch.Tensor, scale_3: torch.Tensor, *,
-    iterations: int, eps: float, norm_eps: float,
+    iterations: int, eps: float, norm_eps: float, input_norm_D: torch.Tensor | None = None, input_eps: float = 0.0,
 ) -> HyperMix:  # fmt: skip
     """Mixing weights of every token, fp32, and the sublayer's input in the streams' dtype (see `plain.hyper_mix`)."""
-    if streams_TMD.dtype not in COMPILED_DTYPES:
+    if not _are_compiled_streams(streams_TMD):
         return plain.hyper_mix(
-            streams_TMD, projection_WF, base_W, scale_3, iterations=iterations, eps=eps, norm_eps=norm_eps
-        )
+            streams_TMD, projection_WF, base_W, scale_3, iterations=iterations, eps=eps, norm_eps=norm_eps,
+            input_norm_D=input_norm_D, input_eps=input_eps,
+        )  # fmt: skip
     weights = (tensor.float().contiguous() for tensor in (projection_WF, base_W, scale_3))
-    return HyperMix(*ops().hyper_mix(streams_TMD.contiguous(), *weights, iterations, eps, norm_eps))
+    input_norm = None if input_norm_D is None else input_norm_D.to(streams_TMD.dtype).contiguous()
+    return HyperMix(
+        *ops().hyper_mix(streams_TMD.contiguous(), *weights, iterations, eps, norm_eps, input_norm, input_eps)
+    )
 
 
 def hyper_update(
     streams_TMD: torch.Tensor, output_TD: torch.Tensor, post_TM: torch.Tensor, comb_TMM: torch.Tensor
 ) -> torch.Tensor:
     """[T, M, D] in the streams' dtype, a new tensor (see `plain.hyper_update`)."""
-    same_types = output_TD.dtype == streams_TMD.dtype and comb_TMM.dtype == torch.float32
-    if not _is_compiled([streams_TMD]) or not same_types or streams_TMD.shape[1] > MAX_STREAMS:
+    if not _are_compiled_streams(streams_TMD, output_TD, comb_TMM):
         return plain.hyper_update(streams_TMD, output_TD, post_TM, comb_TMM)
     weights = (post_TM.contiguous(), comb_TMM.contiguous())
     return ops().hyper_update(streams_TMD.contiguous(), *_rows([output_TD]), *weights)
+
+
+def hyper_update_mix(
+    streams_TMD: torch.Tensor, output_TD: torch.Tensor, post_TM: torch.Tensor, comb_TMM: torch.Tensor,
+    projection_WF: torch.Tensor, base_W: torch.Tensor, scale_3: torch.Tensor, *,
+    iterations: int, eps: float, norm_eps: float, input_norm_D: torch.Tensor | None = None, input_eps: float = 0.0,
+) -> HyperMix:  # fmt: skip
+    """`hyper_update`, written over the streams, then `hyper_mix` of them while they are in cache."""
+    if not _are_compiled_streams(streams_TMD, output_TD, comb_TMM) or not streams_TMD.is_contiguous():
+        return plain.hyper_update_mix(
+            streams_TMD, output_TD, post_TM, comb_TMM, projection_WF, base_W, scale_3, iterations=iterations, eps=eps,
+            norm_eps=norm_eps, input_norm_D=input_norm_D, input_eps=input_eps,
+        )  # fmt: skip
+    weights = (tensor.float().contiguous() for tensor in (projection_WF, base_W, scale_3))
+    input_norm = None if input_norm_D is None else input_norm_D.to(streams_TMD.dtype).contiguous()
+    return HyperMix(
+        *ops().hyper_update_mix(
+            streams_TMD, *_rows([output_TD]), post_TM.contiguous(), comb_TMM.contiguous(), *weights, iterations, eps,
+            norm_eps, input_norm, input_eps,
+        )
+    )  # fmt: skip
+
+
+def hyper_final(
+    streams_TMD: torch.Tensor, output_TD: torch.Tensor, post_TM: torch.Tensor, comb_TMM: torch.Tensor
+) -> torch.Tensor:
+    """The mean of the streams after `hyper_update`, which are not written anywhere; [T, D] in their dtype."""
+    if not _are_compiled_streams(streams_TMD, output_TD, comb_TMM):
+        return plain.hyper_final(streams_TMD, output_TD, post_TM, comb_TMM)
+    weights = (post_TM.contiguous(), comb_TMM.contiguous())
+    return ops().hyper_final(streams_TMD.contiguous(), *_rows([output_TD]), *weights)
+
+
+def _are_compiled_streams(
+    streams_TMD: torch.Tensor, output_TD: torch.Tensor | None = None, comb_TMM: torch.Tensor | None = None
+) -> bool:
+    return (
+        streams_TMD.dtype in COMPILED_DTYPES
+        and streams_TMD.shape[1] <= MAX_STREAMS
+        and (output_TD is None or output_TD.dtype == streams_TMD.dtype)
+        and (comb_TMM is None or comb_TMM.dtype == torch.float32)
+    )
 
 
 def _is_compiled(sources_BTD: Sequence[torch.Tensor]) -> bool:

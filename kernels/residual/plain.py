@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from longprefill.kernels.contracts import AttnResPhase1, HyperMix
+from longprefill.kernels.norm.plain import rms_norm
 
 BLOCK_ELEMENTS = 1 << 19
 """Numbers that the sources of one block of rows hold together: 2 MiB in fp32."""
@@ -80,7 +81,7 @@ def update(
 
 def hyper_mix(
     streams_TMD: torch.Tensor, projection_WF: torch.Tensor, base_W: torch.Tensor, scale_3: torch.Tensor, *,
-    iterations: int, eps: float, norm_eps: float,
+    iterations: int, eps: float, norm_eps: float, input_norm_D: torch.Tensor | None = None, input_eps: float = 0.0,
 ) -> HyperMix:  # fmt: skip
     """Mixing weights of every token and the sublayer's input (hyper-connections, arXiv 2512.24880).
 
@@ -92,6 +93,8 @@ def hyper_mix(
         iterations: of the Sinkhorn normalisation; columns come last.
         eps: added to weights and to the sums that they are divided by.
         norm_eps: of the norm of a token's streams together.
+        input_norm_D: weight of an RMS norm that the input goes through, or None.
+        input_eps: of that norm.
 
     Returns:
         fp32 weights (fp64 for fp64 streams); the input in the streams' dtype.
@@ -117,6 +120,8 @@ def hyper_mix(
     for _ in range(iterations - 1):
         comb_TMM.div_(comb_TMM.sum(2, keepdim=True).add_(eps))
         comb_TMM.div_(comb_TMM.sum(1, keepdim=True).add_(eps))
+    if input_norm_D is not None:
+        input_TD = rms_norm(input_TD, input_norm_D, input_eps)
     return HyperMix(input_TD, post_TM.sigmoid().mul_(2), comb_TMM)
 
 
@@ -131,6 +136,26 @@ def hyper_update(
         source_LND = torch.cat((streams_TMD[rows].to(dtype), output_TD[rows].to(dtype).unsqueeze(1)), dim=1)
         new_TMD[rows] = torch.bmm(weight_LMN, source_LND)
     return new_TMD
+
+
+def hyper_update_mix(
+    streams_TMD: torch.Tensor, output_TD: torch.Tensor, post_TM: torch.Tensor, comb_TMM: torch.Tensor,
+    projection_WF: torch.Tensor, base_W: torch.Tensor, scale_3: torch.Tensor, *,
+    iterations: int, eps: float, norm_eps: float, input_norm_D: torch.Tensor | None = None, input_eps: float = 0.0,
+) -> HyperMix:  # fmt: skip
+    """`hyper_update`, written over the streams, then `hyper_mix` of them."""
+    streams_TMD.copy_(hyper_update(streams_TMD, output_TD, post_TM, comb_TMM))
+    return hyper_mix(
+        streams_TMD, projection_WF, base_W, scale_3, iterations=iterations, eps=eps, norm_eps=norm_eps,
+        input_norm_D=input_norm_D, input_eps=input_eps,
+    )  # fmt: skip
+
+
+def hyper_final(
+    streams_TMD: torch.Tensor, output_TD: torch.Tensor, post_TM: torch.Tensor, comb_TMM: torch.Tensor
+) -> torch.Tensor:
+    """The mean of the streams after `hyper_update`, [T, D] in their dtype."""
+    return hyper_update(streams_TMD, output_TD, post_TM, comb_TMM).mean(dim=1)
 
 
 def _logits(values: torch.Tensor, queries_QD: torch.Tensor, eps: float) -> torch.Tensor:

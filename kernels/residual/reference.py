@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from longprefill.kernels.contracts import AttnResPhase1, HyperMix
+from longprefill.kernels.norm.reference import rms_norm
 
 
 def mix(sources_BTD: Sequence[torch.Tensor], query_D: torch.Tensor, *, eps: float) -> torch.Tensor:
@@ -53,7 +54,7 @@ def update(
 
 def hyper_mix(
     streams_TMD: torch.Tensor, projection_WF: torch.Tensor, base_W: torch.Tensor, scale_3: torch.Tensor, *,
-    iterations: int, eps: float, norm_eps: float,
+    iterations: int, eps: float, norm_eps: float, input_norm_D: torch.Tensor | None = None, input_eps: float = 0.0,
 ) -> HyperMix:  # fmt: skip
     """Mixing weights of every token, fp32 (fp64 for fp64 streams), and the sublayer's input in the streams' dtype."""
     dtype = torch.float64 if streams_TMD.dtype == torch.float64 else torch.float32
@@ -73,6 +74,8 @@ def hyper_mix(
         comb_TMM = comb_TMM / (comb_TMM.sum(2, keepdim=True) + eps)
         comb_TMM = comb_TMM / (comb_TMM.sum(1, keepdim=True) + eps)
     input_TD = (pre_TM.unsqueeze(-1) * values_TMD).sum(1).to(streams_TMD.dtype)
+    if input_norm_D is not None:
+        input_TD = rms_norm(input_TD, input_norm_D, input_eps)
     return HyperMix(input_TD, post_TM, comb_TMM)
 
 
@@ -83,6 +86,26 @@ def hyper_update(
     kept_TMD = torch.einsum("tij,tid->tjd", comb_TMM, streams_TMD.to(comb_TMM.dtype))
     added_TMD = post_TM.unsqueeze(-1) * output_TD.to(post_TM.dtype).unsqueeze(1)
     return (kept_TMD + added_TMD).to(streams_TMD.dtype)
+
+
+def hyper_update_mix(
+    streams_TMD: torch.Tensor, output_TD: torch.Tensor, post_TM: torch.Tensor, comb_TMM: torch.Tensor,
+    projection_WF: torch.Tensor, base_W: torch.Tensor, scale_3: torch.Tensor, *,
+    iterations: int, eps: float, norm_eps: float, input_norm_D: torch.Tensor | None = None, input_eps: float = 0.0,
+) -> HyperMix:  # fmt: skip
+    """`hyper_update`, written over the streams, then `hyper_mix` of them."""
+    streams_TMD.copy_(hyper_update(streams_TMD, output_TD, post_TM, comb_TMM))
+    return hyper_mix(
+        streams_TMD, projection_WF, base_W, scale_3, iterations=iterations, eps=eps, norm_eps=norm_eps,
+        input_norm_D=input_norm_D, input_eps=input_eps,
+    )  # fmt: skip
+
+
+def hyper_final(
+    streams_TMD: torch.Tensor, output_TD: torch.Tensor, post_TM: torch.Tensor, comb_TMM: torch.Tensor
+) -> torch.Tensor:
+    """The mean of the streams after `hyper_update`, [T, D] in their dtype."""
+    return hyper_update(streams_TMD, output_TD, post_TM, comb_TMM).mean(dim=1)
 
 
 def _stack(sources_BTD: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -139,13 +139,14 @@ class EngineBench:
             if "_res." in name or "_hc." in name
         }
         embedding_SD = torch.randn(rows, config.hidden).to(dtype)
+        norm_D = torch.ones(config.hidden, dtype=dtype)
 
         def walk(scheme: ResidualScheme) -> None:
-            stream = scheme.start(embedding_SD, self.kernels.residual)
+            stream = scheme.start(embedding_SD.clone(), self.kernels)
             for layer in range(len(config.layers)):
-                stream.mixer_input(layer)
+                stream.mixer_input(layer, norm_D)
                 stream.add(embedding_SD)
-                stream.ffn_input(layer)
+                stream.ffn_input(layer, norm_D)
                 stream.add(embedding_SD)
             stream.final()
 

@@ -16,6 +16,7 @@ PROTOCOLS = {
     "conv": contracts.ConvKernels,
     "indexer": contracts.IndexerKernels,
     "mla": contracts.MlaKernels,
+    "linear": contracts.LinearKernels,
     "moe": contracts.MoeKernels,
     "residual": contracts.ResidualKernels,
     "norm": contracts.NormKernels,

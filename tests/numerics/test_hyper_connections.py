@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextHyperConnection
 
+from longprefill.kernels.norm.reference import rms_norm
 from longprefill.kernels.residual import plain, reference
 
 from .compiled import compiled_backends
@@ -97,6 +98,43 @@ def test_every_backend_equals_the_formulas(
     assert updated_TMD.dtype == dtype
     assert rms_ratio(updated_TMD, exact_TMD) <= TOLERANCES[dtype]
     assert torch.equal(values_TMD, kept_TMD)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@given(
+    num_tokens=st.sampled_from([0, 1, 63, 70, 300, 321]),
+    num_streams=st.sampled_from([1, 2, 4]),
+    num_hidden=st.sampled_from([7, 32, 136]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1 << 20),
+)
+@settings(max_examples=20)
+def test_update_and_next_mix_in_one_pass(
+    backend: Any, num_tokens: int, num_streams: int, num_hidden: int, dtype: torch.dtype, seed: int
+) -> None:
+    """Against the two steps one after the other, the input through its norm; the streams are written over."""
+    values_TMD = streams(num_tokens, num_streams, num_hidden, seed).to(dtype)
+    generator = torch.Generator().manual_seed(seed + 1)
+    output_TD = torch.randn(num_tokens, num_hidden, generator=generator).to(dtype)
+    norm_D = torch.randn(num_hidden, generator=generator).to(dtype)
+    weights, following = parameters(num_streams, num_hidden, seed), parameters(num_streams, num_hidden, seed + 2)
+    mix = plain.hyper_mix(values_TMD, *weights, **NUMBERS)
+    sizes = (mix.post_TM, mix.comb_TMM)
+    updated_TMD = plain.hyper_update(values_TMD, output_TD, *sizes)
+    mean_TD = backend.hyper_final(values_TMD, output_TD, *sizes)
+    assert mean_TD.dtype == dtype
+    assert rms_ratio(mean_TD, updated_TMD.double().mean(dim=1)) <= TOLERANCES[dtype]
+    actual = backend.hyper_update_mix(
+        values_TMD, output_TD, *sizes, *following, **NUMBERS, input_norm_D=norm_D, input_eps=1e-5
+    )
+    assert rms_ratio(values_TMD, updated_TMD.double()) <= TOLERANCES[dtype]
+    # from the streams as they were rounded: what one rounding more or less does to the weights is no error
+    expected = reference.hyper_mix(values_TMD.double(), *(weight.double() for weight in following), **NUMBERS)
+    normed_TD = rms_norm(expected.input_TD, norm_D.double(), 1e-5)
+    assert actual.input_TD.dtype == dtype
+    assert rms_ratio(actual.input_TD, normed_TD) <= TOLERANCES[dtype]
+    assert rms_ratio(actual.post_TM, expected.post_TM) <= TOLERANCES[torch.float32]
+    assert rms_ratio(actual.comb_TMM, expected.comb_TMM) <= TOLERANCES[torch.float32]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

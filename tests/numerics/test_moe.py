@@ -44,6 +44,7 @@ def expert_weights(num_experts: int, width: int, inner: int, dtype: torch.dtype 
     return gate_up.to(dtype), down.to(dtype)
 
 
+@pytest.mark.parametrize("backend", BACKENDS[1:])
 @settings(max_examples=60)
 @given(
     num_tokens=st.integers(0, 20),
@@ -56,8 +57,8 @@ def expert_weights(num_experts: int, width: int, inner: int, dtype: torch.dtype 
     seed=st.integers(0, 1 << 30),
 )
 def test_routing_against_the_formula(
-    num_tokens: int, groups: tuple[int, int], topk: int, scoring: str, normalize: bool, has_bias: bool, levels: int,
-    seed: int,
+    backend: Any, num_tokens: int, groups: tuple[int, int], topk: int, scoring: str, normalize: bool, has_bias: bool,
+    levels: int, seed: int,
 ) -> None:  # fmt: skip
     generator = make_generator(seed)
     # Few levels: many experts tie, and the lower one must win.
@@ -66,7 +67,7 @@ def test_routing_against_the_formula(
     changes = {
         "topk": topk, "scoring": scoring, "num_groups": groups[0], "topk_groups": groups[1], "normalize": normalize,
     }  # fmt: skip
-    actual = route(plain, logits_TE, bias_E, **changes)
+    actual = route(backend, logits_TE, bias_E, **changes)
     expected = route(reference, logits_TE, bias_E, **changes)
     assert actual.expert_TA.dtype == torch.int64
     assert actual.weight_TA.dtype == torch.float32

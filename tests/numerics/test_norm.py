@@ -53,6 +53,18 @@ def test_rms_norm_casts_before_it_multiplies(backend: Any) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 24), (1, 24), (50, 33)])
+def test_add_rms_norm_is_a_sum_and_its_norm(backend: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    sum_TD, x_TD, weight_D = normal(*shape).to(dtype), normal(*shape, seed=1).to(dtype), normal(shape[1]).to(dtype)
+    expected_TD, kept_TD = sum_TD + x_TD, x_TD.clone()
+    actual = backend.add_rms_norm(sum_TD, x_TD, weight_D, EPS)
+    assert torch.equal(sum_TD, expected_TD)  # in place, rounded before the norm
+    assert torch.equal(x_TD, kept_TD)
+    assert torch.equal(actual, backend.rms_norm(expected_TD, weight_D, EPS))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 24), (50, 24), (9, 3, 24)])
 def test_layer_norm(backend: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, weight_D, bias_D = (normal(*shape) + 5).to(dtype), normal(24, seed=1), normal(24, seed=2)

@@ -35,15 +35,15 @@ class Model:
     def forward(self, token_ids_S: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """All layers over this rank's own rows; returns what the final norm reads, [S, D]. Caches and states are
         updated in `ctx`."""
-        stream = self.residual.start(self.embed[token_ids_S], ctx.kernels.residual)
+        stream = self.residual.start(self.embed[token_ids_S], ctx.kernels)
         for n, layer in enumerate(self.layers):
             with ctx.tracer.span(layer.name, "layer", layer=n):
-                x_SD = ctx.kernels.norm.rms_norm(stream.mixer_input(n), layer.mixer_norm, self.config.norm_eps)
+                x_SD = stream.mixer_input(n, layer.mixer_norm)
                 ctx.observe(n, "mixer input", x_SD)
                 out_SD = layer.mixer.forward(x_SD, ctx)
                 ctx.observe(n, "mixer output", out_SD)
                 stream.add(out_SD)
-                x_SD = ctx.kernels.norm.rms_norm(stream.ffn_input(n), layer.ffn_norm, self.config.norm_eps)
+                x_SD = stream.ffn_input(n, layer.ffn_norm)
                 ctx.observe(n, "feed-forward input", x_SD)
                 out_SD = layer.ffn.forward(x_SD, ctx)
                 ctx.observe(n, "feed-forward output", out_SD)

@@ -25,14 +25,6 @@ float mean_square(const T* x, int64_t size) {
     return sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / static_cast<float>(size);
 }
 
-template <typename T>
-LP_INLINE Vec rounded_to(Vec x) {
-    if constexpr (std::is_same_v<T, float>) return x;
-    T lanes[LANES];
-    store(lanes, x);
-    return load(lanes);
-}
-
 template <typename Row>
 void for_each_row(const at::Tensor& x, Row row) {
     const int64_t width = x.size(-1), num_rows = width ? x.numel() / width : 0;
@@ -40,6 +32,15 @@ void for_each_row(const at::Tensor& x, Row row) {
                      [&](int64_t first, int64_t end) {
                          for (int64_t i = first; i < end; ++i) row(i);
                      });
+}
+
+template <typename T>
+LP_INLINE void write_rms_norm(const T* row, const T* scale, int64_t width, float eps, T* out) {
+    const float inverse = 1.0f / __builtin_sqrtf(mean_square(row, width) + eps);
+    for_each_vector(width, [&](int64_t j, int count) {
+        const Vec value = rounded_to<T>(load_some(row + j, count) * inverse);
+        store_some(out + j, value * load_some(scale + j, count), count);
+    });
 }
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
@@ -50,12 +51,28 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
         const T *x_data = x.const_data_ptr<T>(), *scale = weight.const_data_ptr<T>();
         T* out_data = out.mutable_data_ptr<T>();
         for_each_row(x, [&](int64_t i) {
-            const T* row = x_data + i * width;
-            const float inverse = 1.0f / __builtin_sqrtf(mean_square(row, width) + static_cast<float>(eps));
+            write_rms_norm(x_data + i * width, scale, width, static_cast<float>(eps), out_data + i * width);
+        });
+    });
+    return out;
+}
+
+// Adds x to `total`, which it overwrites, and gives rms_norm of the new total: all contiguous, of one dtype.
+at::Tensor add_rms_norm(const at::Tensor& total, const at::Tensor& x, const at::Tensor& weight, double eps) {
+    TORCH_CHECK_VALUE(total.is_contiguous() && x.is_contiguous() && total.sizes() == x.sizes(),
+                      "total and x must be contiguous and of one shape");
+    at::Tensor out = at::empty(x.sizes(), x.options());
+    const int64_t width = x.size(-1);
+    for_float_type(x, "x", [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        const T *x_data = x.const_data_ptr<T>(), *scale = weight.const_data_ptr<T>();
+        T *total_data = total.mutable_data_ptr<T>(), *out_data = out.mutable_data_ptr<T>();
+        for_each_row(x, [&](int64_t i) {
+            T* row = total_data + i * width;
             for_each_vector(width, [&](int64_t j, int count) {
-                const Vec value = rounded_to<T>(load_some(row + j, count) * inverse);
-                store_some(out_data + i * width + j, value * load_some(scale + j, count), count);
+                store_some(row + j, load_some(row + j, count) + load_some(x_data + i * width + j, count), count);
             });
+            write_rms_norm(row, scale, width, static_cast<float>(eps), out_data + i * width);
         });
     });
     return out;
@@ -119,6 +136,7 @@ at::Tensor gated_rms_norm(const at::Tensor& x, const at::Tensor& gate, const at:
 
 LONGPREFILL_OPS(norm, m) {
     m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", TORCH_FN(rms_norm));
+    m.def("add_rms_norm(Tensor(a!) total, Tensor x, Tensor weight, float eps) -> Tensor", TORCH_FN(add_rms_norm));
     m.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor", TORCH_FN(layer_norm));
     m.def("gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor", TORCH_FN(gated_rms_norm));
 }

@@ -12,29 +12,31 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from longprefill.kernels.contracts import Routing
+from longprefill.kernels.contracts import LinearKernels, Routing
 from longprefill.workers.model.config import DenseConfig, MoeConfig
 from longprefill.workers.model.layers.context import ExpertChoice, StepContext
 from longprefill.workers.model.layers.expert_exchange import run_experts
 from longprefill.workers.model.sharding import expert_ranges
 
-ROW_BLOCK = 2048
-"""Rows at a time, so that the intermediate of a dense layer stays small next to the step's activations."""
+BLOCK_BYTES = 64 << 20
+"""Of the rows of a dense layer's intermediate at a time; fewer rows cost a product its speed, as each call packs the
+weights again."""
+FEWEST_ROWS = 1024
+"""Of them, however wide the layer is."""
 
 
 def gated_mlp(
-    x_TD: torch.Tensor, gate_up_JD: torch.Tensor, down_DF: torch.Tensor, activation: str, clamp: float | None = None
-) -> torch.Tensor:
+    x_TD: torch.Tensor, gate_up_JD: torch.Tensor, down_DF: torch.Tensor, kernels: LinearKernels, *, activation: str,
+    clamp: float | None = None,
+) -> torch.Tensor:  # fmt: skip
     """down(act(gate x) * up x); `gate_up` holds the gate rows first. With `clamp` the gate is cut above it and up
     beyond it on both sides, before the activation."""
-    function = {"silu": F.silu, "gelu": F.gelu}[activation]
-    outputs: list[torch.Tensor] = []
-    for rows in x_TD.split(ROW_BLOCK):
-        gate, up = F.linear(rows, gate_up_JD).chunk(2, dim=-1)
-        if clamp is not None:
-            gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-        outputs.append(F.linear(function(gate) * up, down_DF))
-    return torch.cat(outputs) if outputs else torch.empty_like(x_TD)
+    out_TD = x_TD.new_empty(len(x_TD), len(down_DF))
+    num_rows = max(FEWEST_ROWS, BLOCK_BYTES // (len(gate_up_JD) * x_TD.itemsize))
+    for rows_LD, out_LD in zip(x_TD.split(num_rows), out_TD.split(num_rows), strict=True):
+        hidden_LF = kernels.gated(F.linear(rows_LD, gate_up_JD), activation=activation, clamp=clamp)
+        torch.mm(hidden_LF, down_DF.T, out=out_LD)
+    return out_TD
 
 
 class DenseLayer:
@@ -48,7 +50,12 @@ class DenseLayer:
         x_TD = ctx.gather_rows(x_SD, op="tp_gather")
         with ctx.tracer.span("ffn.dense"):
             out_TD = gated_mlp(
-                x_TD, weights["ffn.gate_up"], weights["ffn.down"], config.activation, config.activation_clamp
+                x_TD,
+                weights["ffn.gate_up"],
+                weights["ffn.down"],
+                ctx.kernels.linear,
+                activation=config.activation,
+                clamp=config.activation_clamp,
             )
         return ctx.scatter_sum(out_TD, op="tp_scatter_sum")
 
@@ -77,8 +84,9 @@ class MoeLayer:
                     x_TD,
                     weights["moe.shared_gate_up"],
                     weights["moe.shared_down"],
-                    config.activation,
-                    config.activation_clamp,
+                    ctx.kernels.linear,
+                    activation=config.activation,
+                    clamp=config.activation_clamp,
                 )
             out_SD = out_SD + ctx.scatter_sum(shared_TD, op="tp_scatter_sum")
         return out_SD
@@ -87,7 +95,7 @@ class MoeLayer:
         config, weights = self.config, self.weights
         bias_E = weights.get("moe.bias")
         with ctx.tracer.span("moe.route"):
-            logits_SE = F.linear(x_SD.float(), weights["moe.gate"].float())
+            logits_SE = ctx.kernels.linear.linear_fp32(x_SD, weights["moe.gate"])
             routing = ctx.kernels.moe.route(
                 logits_SE,
                 bias_E,

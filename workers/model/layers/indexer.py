@@ -82,7 +82,7 @@ class Indexer:
         """(q [S, I, X], head weights fp32 [S, I], which hold both scale factors)."""
         config = self.config
         query_SIX = F.linear(latent_q_SQ, self.weights["indexer.wq_b"]).view(-1, config.num_heads, config.head_dim)
-        weight_SI = F.linear(x_SD.float(), self.weights["indexer.weights_proj"].float())
+        weight_SI = ctx.kernels.linear.linear_fp32(x_SD, self.weights["indexer.weights_proj"])
         return self._rotate(query_SIX, ctx), weight_SI * (config.num_heads * config.head_dim) ** -0.5
 
     def choose(self, query_SIX: torch.Tensor, weight_SI: torch.Tensor, ctx: StepContext) -> list[torch.Tensor]:

@@ -18,7 +18,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from longprefill.kernels.contracts import AttnResPhase1, HyperMix, ResidualKernels
+from longprefill.kernels.backends import KernelTable
+from longprefill.kernels.contracts import AttnResPhase1, HyperMix, NormKernels, ResidualKernels
 from longprefill.workers.model.config import AttnResConfig, HyperConnectionConfig, ModelConfig
 
 TWO_PHASE_BLOCKS = 4
@@ -27,16 +28,18 @@ no more reads and needs no buffer of 2 block_layers x T x D fp32."""
 
 
 class ResidualStream(Protocol):
-    def mixer_input(self, layer: int) -> torch.Tensor:
-        """What the layer's mixer norm reads, [T, D]."""
+    """Norms are the stream's, as most of them are one pass with what the scheme does before."""
+
+    def mixer_input(self, layer: int, norm_D: torch.Tensor) -> torch.Tensor:
+        """What the layer's mixer reads, [T, D]: through the RMS norm of this weight."""
         ...
 
-    def ffn_input(self, layer: int) -> torch.Tensor:
-        """What the layer's feed-forward norm reads, [T, D]."""
+    def ffn_input(self, layer: int, norm_D: torch.Tensor) -> torch.Tensor:
+        """What the layer's feed-forward reads, [T, D], likewise."""
         ...
 
     def add(self, output_TD: torch.Tensor) -> None:
-        """Takes a sublayer's output."""
+        """Takes a sublayer's output, which must stay as it is until the next input is asked for."""
         ...
 
     def final(self) -> torch.Tensor:
@@ -45,20 +48,30 @@ class ResidualStream(Protocol):
 
 
 class PlainStream:
-    def __init__(self, embedding_TD: torch.Tensor) -> None:
+    def __init__(self, embedding_TD: torch.Tensor, norms: NormKernels, norm_eps: float) -> None:
         self.sum_TD = embedding_TD
+        self.norms = norms
+        self.norm_eps = norm_eps
+        self._output_TD: torch.Tensor | None = None
 
-    def mixer_input(self, layer: int) -> torch.Tensor:
-        return self.sum_TD
+    def mixer_input(self, layer: int, norm_D: torch.Tensor) -> torch.Tensor:
+        return self._read(norm_D)
 
-    def ffn_input(self, layer: int) -> torch.Tensor:
-        return self.sum_TD
+    def ffn_input(self, layer: int, norm_D: torch.Tensor) -> torch.Tensor:
+        return self._read(norm_D)
 
     def add(self, output_TD: torch.Tensor) -> None:
-        self.sum_TD = self.sum_TD + output_TD
+        assert self._output_TD is None
+        self._output_TD = output_TD
 
     def final(self) -> torch.Tensor:
-        return self.sum_TD
+        return self.sum_TD if self._output_TD is None else self.sum_TD + self._output_TD
+
+    def _read(self, norm_D: torch.Tensor) -> torch.Tensor:
+        output_TD, self._output_TD = self._output_TD, None
+        if output_TD is None:
+            return self.norms.rms_norm(self.sum_TD, norm_D, self.norm_eps)
+        return self.norms.add_rms_norm(self.sum_TD, output_TD, norm_D, self.norm_eps)
 
 
 class AttnResStream:
@@ -69,27 +82,30 @@ class AttnResStream:
         embedding_TD: torch.Tensor,
         config: AttnResConfig,
         queries: dict[str, torch.Tensor],
-        kernels: ResidualKernels,
+        kernels: KernelTable,
+        norm_eps: float,
     ) -> None:
         self.config = config
         self.queries = queries
-        self.kernels = kernels
+        self.kernels = kernels.residual
+        self.norms = kernels.norm
+        self.norm_eps = norm_eps
         self.blocks: list[torch.Tensor] = []
         self.partial: torch.Tensor | None = embedding_TD
         self._phase1: AttnResPhase1 | None = None
         self._phase1_names: tuple[str, ...] = ()
 
-    def mixer_input(self, layer: int) -> torch.Tensor:
+    def mixer_input(self, layer: int, norm_D: torch.Tensor) -> torch.Tensor:
         mixed = self._mix(f"layers.{layer}.mixer_res")
         if layer % self.config.block_layers == 0:
             assert self.partial is not None
             self.blocks.append(self.partial)
             self.partial = None
             self._prepare(layer)
-        return mixed
+        return self.norms.rms_norm(mixed, norm_D, self.norm_eps)
 
-    def ffn_input(self, layer: int) -> torch.Tensor:
-        return self._mix(f"layers.{layer}.ffn_res")
+    def ffn_input(self, layer: int, norm_D: torch.Tensor) -> torch.Tensor:
+        return self.norms.rms_norm(self._mix(f"layers.{layer}.ffn_res"), norm_D, self.norm_eps)
 
     def add(self, output_TD: torch.Tensor) -> None:
         self.partial = output_TD if self.partial is None else self.partial + output_TD
@@ -140,36 +156,48 @@ class HyperStream:
         config: HyperConnectionConfig,
         weights: dict[str, HyperWeights],
         kernels: ResidualKernels,
+        norm_eps: float,
     ) -> None:
         self.config = config
         self.weights = weights
         self.kernels = kernels
-        self.streams_TMD = embedding_TD.unsqueeze(1).expand(-1, config.num_streams, -1).contiguous()
+        self.norm_eps = norm_eps
+        self.streams_TMD = embedding_TD.unsqueeze(1).repeat(1, config.num_streams, 1)
         self._mix: HyperMix | None = None
+        self._output_TD: torch.Tensor | None = None
 
-    def mixer_input(self, layer: int) -> torch.Tensor:
-        return self._read(f"layers.{layer}.mixer_hc")
+    def mixer_input(self, layer: int, norm_D: torch.Tensor) -> torch.Tensor:
+        return self._read(f"layers.{layer}.mixer_hc", norm_D)
 
-    def ffn_input(self, layer: int) -> torch.Tensor:
-        return self._read(f"layers.{layer}.ffn_hc")
+    def ffn_input(self, layer: int, norm_D: torch.Tensor) -> torch.Tensor:
+        return self._read(f"layers.{layer}.ffn_hc", norm_D)
 
     def add(self, output_TD: torch.Tensor) -> None:
-        assert self._mix is not None
-        self.streams_TMD = self.kernels.hyper_update(self.streams_TMD, output_TD, self._mix.post_TM, self._mix.comb_TMM)
-        self._mix = None
+        assert self._mix is not None and self._output_TD is None
+        self._output_TD = output_TD
 
     def final(self) -> torch.Tensor:
-        return self.streams_TMD.mean(dim=1)
+        if self._mix is None or self._output_TD is None:
+            return self.streams_TMD.mean(dim=1)
+        return self.kernels.hyper_final(self.streams_TMD, self._output_TD, self._mix.post_TM, self._mix.comb_TMM)
 
-    def _read(self, site: str) -> torch.Tensor:
-        config = self.config
-        self._mix = self.kernels.hyper_mix(
-            self.streams_TMD,
-            *self.weights[site],
-            iterations=config.sinkhorn_iterations,
-            eps=config.eps,
-            norm_eps=config.norm_eps,
-        )
+    def _read(self, site: str, norm_D: torch.Tensor) -> torch.Tensor:
+        """The output that was added and the next input in one pass over the streams."""
+        config, mix, output_TD = self.config, self._mix, self._output_TD
+        numbers = {
+            "iterations": config.sinkhorn_iterations,
+            "eps": config.eps,
+            "norm_eps": config.norm_eps,
+            "input_norm_D": norm_D,
+            "input_eps": self.norm_eps,
+        }
+        if mix is None or output_TD is None:
+            self._mix = self.kernels.hyper_mix(self.streams_TMD, *self.weights[site], **numbers)
+        else:
+            self._mix = self.kernels.hyper_update_mix(
+                self.streams_TMD, output_TD, mix.post_TM, mix.comb_TMM, *self.weights[site], **numbers
+            )
+        self._output_TD = None
         return self._mix.input_TD
 
 
@@ -178,6 +206,7 @@ class ResidualScheme:
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
         self.config = config.residual
+        self.norm_eps = config.norm_eps
         self.queries: dict[str, torch.Tensor] = {}
         self.hyper: dict[str, HyperWeights] = {}
         for name, tensor in weights.items():
@@ -188,10 +217,10 @@ class ResidualScheme:
                 site = name.removesuffix(".projection")
                 self.hyper[site] = HyperWeights(tensor, weights[site + ".base"], weights[site + ".scale"])
 
-    def start(self, embedding_TD: torch.Tensor, kernels: ResidualKernels) -> ResidualStream:
-        """The stream before the first layer."""
+    def start(self, embedding_TD: torch.Tensor, kernels: KernelTable) -> ResidualStream:
+        """The stream before the first layer; it may write over the embedding."""
         if isinstance(self.config, AttnResConfig):
-            return AttnResStream(embedding_TD, self.config, self.queries, kernels)
+            return AttnResStream(embedding_TD, self.config, self.queries, kernels, self.norm_eps)
         if isinstance(self.config, HyperConnectionConfig):
-            return HyperStream(embedding_TD, self.config, self.hyper, kernels)
-        return PlainStream(embedding_TD)
+            return HyperStream(embedding_TD, self.config, self.hyper, kernels.residual, self.norm_eps)
+        return PlainStream(embedding_TD, kernels.norm, self.norm_eps)

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include <c10/util/BFloat16.h>
 
@@ -45,10 +46,27 @@ LP_INLINE Vec load(const c10::BFloat16* p) {
     return (Vec)(__builtin_convertvector(bits, UintVec) << 16);
 }
 LP_INLINE void store(c10::BFloat16* p, Vec x) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)x));  // denormals become 0
+#else
     const UintVec bits = (UintVec)x;
     const UintVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     const UintVec chosen = x == x ? rounded : UintVec{} + 0x7fc0u;
     *reinterpret_cast<UnalignedHalfBits*>(p) = __builtin_convertvector(chosen, HalfBits);
+#endif
+}
+
+// What a store of T and a load after it give.
+template <typename T>
+LP_INLINE Vec rounded_to(Vec x) {
+    if constexpr (std::is_same_v<T, float>) return x;
+#if defined(__AVX512BF16__)
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
+#else
+    T lanes[LANES];
+    store(lanes, x);
+    return load(lanes);
+#endif
 }
 
 // The first `count` < LANES elements; the other lanes are 0.
@@ -110,11 +128,15 @@ LP_INLINE Vec sums_of(Vec (&x)[LANES]) {
 }
 
 LP_INLINE float sum(Vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);  // in the order of the loop below
+#else
     float lanes[LANES];
     store(lanes, x);
     for (int width = LANES / 2; width > 0; width /= 2)
         for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
     return lanes[0];
+#endif
 }
 
 LP_INLINE Vec square_root(Vec x) {
@@ -132,10 +154,17 @@ LP_INLINE Vec square_root(Vec x) {
 
 // e^x to 1 ulp or so; 0 below -87.3 (the result would be denormal) and for -inf, infinity above 88.7, NaN for NaN.
 LP_INLINE Vec exp(Vec x) {
+#if defined(__AVX512F__)
+    const __m512 kept = _mm512_min_ps(_mm512_set1_ps(89.0f), (__m512)x);  // NaN stays
+    const Vec whole = (Vec)_mm512_roundscale_ps(_mm512_mul_ps(kept, _mm512_set1_ps(1.44269504f)),
+                                                _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Vec r = ((Vec)kept - whole * 0.693145752f) - whole * 1.42860677e-6f;
+#else
     const Vec kept = x < -87.33654f ? splat(-87.33654f) : (x > 88.72283f ? splat(88.72283f) : x);
     const Vec shifted = kept * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the rounded quotient sits in the low bits
     const Vec whole = shifted - 12582912.0f;
     const Vec r = (kept - whole * 0.693145752f) - whole * 1.42860677e-6f;
+#endif
     Vec p = r * (1.0f / 5040) + (1.0f / 720);
     p = p * r + (1.0f / 120);
     p = p * r + (1.0f / 24);
@@ -143,19 +172,34 @@ LP_INLINE Vec exp(Vec x) {
     p = p * r + 0.5f;
     p = (p * r) * r + r;
     p = p + 1.0f;
+#if defined(__AVX512F__)
+    const __mmask16 inside = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.33654f), _CMP_NLT_UQ);
+    return (Vec)_mm512_maskz_scalef_ps(inside, (__m512)p, (__m512)whole);
+#else
     // 2^128 is no float: the exponent goes in in two halves.
     const IntVec exponent = (IntVec)shifted - 0x4b400000;
     const IntVec half = exponent >> 1;
     const Vec scaled = (p * (Vec)((half + 127) << 23)) * (Vec)((exponent - half + 127) << 23);
     const Vec limited = x < -87.33654f ? Vec{} : scaled;
     return x > 88.72283f ? splat(std::numeric_limits<float>::infinity()) : limited;
+#endif
+}
+
+// 1 / x to 1 ulp or so for x from 2^-125 to 2^125: a division of a whole vector takes as long as sixteen products.
+LP_INLINE Vec reciprocal(Vec x) {
+#if defined(__AVX512F__)
+    const Vec guess = (Vec)_mm512_rcp14_ps((__m512)x);
+    return guess + guess * (1.0f - x * guess);
+#else
+    return splat(1.0f) / x;
+#endif
 }
 
 // 1 / (1 + e^-x), accurate at both ends.
 LP_INLINE Vec sigmoid(Vec x) {
     const Vec z = exp(-absolute(x));
     const Vec numerator = x < 0.0f ? z : splat(1.0f);
-    return numerator / (1.0f + z);
+    return numerator * reciprocal(1.0f + z);
 }
 
 // log(1 + z) for z in [0, 1] by the series of atanh: relative error below 1e-7.

@@ -1,0 +1,127 @@
+"""Gated activations and fp32 products: every backend against the formulas in fp64 and against torch's own layers.
+
+Legend: T tokens, D hidden, E outputs, F intermediate, J = 2F.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from longprefill.kernels.linear import plain, reference
+
+from .compiled import compiled_backends
+from .tolerances import assert_close, rms_ratio
+
+BACKENDS = [
+    pytest.param(reference, id="reference"),
+    pytest.param(plain, id="plain"),
+    *compiled_backends("linear"),
+]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("clamp", [None, 1.5])
+@given(
+    num_tokens=st.integers(0, 40),
+    inner=st.sampled_from([1, 15, 16, 33, 200]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 1 << 20),
+)
+@settings(max_examples=20)
+def test_gated_is_the_formula(
+    backend: Any, activation: str, clamp: float | None, num_tokens: int, inner: int, dtype: torch.dtype, seed: int
+) -> None:
+    gate_up_TJ = (3 * normal(num_tokens, 2 * inner, seed=seed)).to(dtype)
+    before = gate_up_TJ.clone()
+    expected = reference.gated(gate_up_TJ.double(), activation=activation, clamp=clamp)
+    actual = backend.gated(gate_up_TJ, activation=activation, clamp=clamp)
+    assert actual.dtype == dtype
+    assert_close(actual, expected, op="linear")
+    assert torch.equal(gate_up_TJ, before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gated_reads_rows_of_a_wider_tensor(backend: Any) -> None:
+    wide = torch.full((30, 100), torch.nan)
+    wide[:, 7:47] = normal(30, 40)
+    expected = reference.gated(wide[:, 7:47].double(), activation="silu")
+    assert_close(backend.gated(wide[:, 7:47], activation="silu"), expected, op="linear")
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_gated_at_the_ends(backend: Any) -> None:
+    """silu(-inf) up to silu(inf), and NaN stays NaN."""
+    gates = torch.tensor([-torch.inf, -1e30, -100.0, -0.0, 0.0, 100.0, 1e30, torch.nan])
+    actual = backend.gated(torch.cat([gates, torch.ones(8)])[None], activation="silu")[0]
+    assert actual[1:7].tolist() == pytest.approx([0.0, 0.0, 0.0, 0.0, 100.0, 1e30], rel=1e-6, abs=1e-30)
+    assert torch.isnan(actual[7])
+    limited = backend.gated(torch.cat([gates[5:7], torch.tensor([20.0, -20.0])])[None], activation="silu", clamp=2.0)
+    assert limited[0].tolist() == pytest.approx([2 * 1.7615942, -2 * 1.7615942], rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_unknown_activation_is_refused(backend: Any) -> None:
+    with pytest.raises(ValueError, match="activation='relu'"):
+        backend.gated(normal(2, 4), activation="relu")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(
+    num_tokens=st.sampled_from([0, 1, 63, 64, 65, 130, 200]),
+    depth=st.sampled_from([1, 32, 40, 96, 512]),
+    num_out=st.sampled_from([1, 8, 16, 33]),
+    dtype=st.sampled_from([*DTYPES, torch.float64]),
+    seed=st.integers(0, 1 << 20),
+)
+@settings(max_examples=30)
+def test_linear_fp32_is_exact_to_fp32(
+    backend: Any, num_tokens: int, depth: int, num_out: int, dtype: torch.dtype, seed: int
+) -> None:
+    x_TD, weight_ED = normal(num_tokens, depth, seed=seed).to(dtype), normal(num_out, depth, seed=seed + 1).to(dtype)
+    actual = backend.linear_fp32(x_TD, weight_ED)
+    assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert_close(actual, functional.linear(x_TD.double(), weight_ED.double()), op="linear")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_linear_fp32_keeps_what_bf16_would_lose(backend: Any) -> None:
+    """Logits that differ by less than a bf16 step choose the right expert, rows of a wider tensor included."""
+    wide = torch.full((100, 100), torch.nan, dtype=torch.bfloat16)
+    wide[:, :64] = normal(100, 64).bfloat16()
+    weight_ED = normal(12, 64, seed=1).bfloat16()
+    exact = functional.linear(wide[:, :64].double(), weight_ED.double())
+    assert rms_ratio(backend.linear_fp32(wide[:, :64], weight_ED), exact) <= 1e-6
+    assert rms_ratio(functional.linear(wide[:, :64], weight_ED), exact) > 1e-4
+
+
+def test_row_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up_TJ = normal(50, 24)
+    whole = plain.gated(gate_up_TJ, activation="silu", clamp=1.0)
+    monkeypatch.setattr(plain, "BLOCK_ELEMENTS", 24 * 7)
+    assert rms_ratio(plain.gated(gate_up_TJ, activation="silu", clamp=1.0), whole) <= 1e-7
+
+
+@pytest.mark.parametrize("mutation", ["halves swapped", "no clamp", "clamp on one side of up", "no activation"])
+def test_the_tests_can_fail(mutation: str) -> None:
+    gate_up_TJ = 3 * normal(40, 32)
+    gate_TF, up_TF = gate_up_TJ.chunk(2, dim=1)
+    right = reference.gated(gate_up_TJ, activation="silu", clamp=1.5)
+    wrong = {
+        "halves swapped": reference.gated(torch.cat([up_TF, gate_TF], dim=1), activation="silu", clamp=1.5),
+        "no clamp": reference.gated(gate_up_TJ, activation="silu"),
+        "clamp on one side of up": functional.silu(gate_TF.clamp(max=1.5)) * up_TF.clamp(max=1.5),
+        "no activation": gate_TF.clamp(max=1.5) * up_TF.clamp(-1.5, 1.5),
+    }[mutation]
+    assert rms_ratio(wrong, right) > 1e-2
