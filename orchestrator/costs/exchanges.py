@@ -124,16 +124,21 @@ class ExchangeCosts:
 
     def tensor_parallel_s(self, layer: LayerShape) -> float:
         """Gathers of rows inside the tensor-parallel group before each part of a layer, and sums after it."""
-        num_tp, model = self._placement.tp, self._model
-        if num_tp == 1:
+        if self._placement.tp == 1:
             return 0.0
         if layer not in self._tensor_parallel:
-            received = -(-max(self._layout.row_counts) // num_tp) * (num_tp - 1)
-            rows = tensor_parallel_rows(layer, model)
-            gather_s = sum(self._in_node("all_gather", received * size) for size in (*rows.gathers, rows.selection))
-            sum_s = self._in_node("exchange", received * model.hidden * model.element_bytes)
-            self._tensor_parallel[layer] = gather_s + rows.num_sums * sum_s
+            gathers, sums = self.tensor_parallel_bytes(layer)
+            gather_s = sum(self._in_node("all_gather", size) for size in gathers)
+            self._tensor_parallel[layer] = gather_s + sum(self._in_node("exchange", size) for size in sums)
         return self._tensor_parallel[layer]
+
+    def tensor_parallel_bytes(self, layer: LayerShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What a rank receives from its tensor-parallel group in one layer: by gathers, and by sums."""
+        num_tp, model = self._placement.tp, self._model
+        received = -(-max(self._layout.row_counts) // num_tp) * (num_tp - 1)
+        rows = tensor_parallel_rows(layer, model)
+        gathers = tuple(received * size for size in (*rows.gathers, rows.selection))
+        return gathers, (received * model.hidden * model.element_bytes,) * rows.num_sums
 
     def _states(self, kda: KdaShape, exchange: Exchange) -> float:
         peers = self._placement.cp - 1

@@ -51,6 +51,19 @@ class Estimate:
         return self.prompt.seconds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankKind:
+    """Ranks of a mesh that need the same on the same device."""
+
+    device: str
+    device_bytes: int
+    tp_ranks: tuple[int, ...]
+    """Their places in the tensor-parallel group."""
+    num_ranks: int
+    memory: RankMemory
+    """With spread experts as many as the fullest rank has of them."""
+
+
 class Evaluator:
     """One model, one request, one set of machines."""
 
@@ -64,6 +77,7 @@ class Evaluator:
         self._found: dict[tuple[str, Candidate], Estimate | None] = {}
         self._shapes: dict[tuple[int, int | None, str, str], ModelShape] = {}
         self._weights: dict[int, int] = {}
+        self._weights_of: dict[tuple[int, int], int] = {}
         self._per_token: dict[int, int] = {}
         self._costs: dict[tuple[object, ...], StepCosts] = {}
 
@@ -116,13 +130,36 @@ class Evaluator:
             step=KERNEL_BYTES + rows * per_token,
         )
 
+    def memory_by_rank(self, candidate: Candidate, site: Site) -> list[RankKind]:
+        """Kinds of ranks: they differ by device, and in weights by their place in the tensor-parallel group."""
+        fullest = self.memory(candidate)
+        spare = self._weights[candidate.tp] - fullest.weights  # experts that are elsewhere
+        by_weights: dict[int, list[int]] = {}
+        for rank in range(candidate.tp):
+            # between the first and the last all are alike
+            weights = self._weights_at(candidate.tp, rank if rank in (0, candidate.tp - 1) else 1)
+            by_weights.setdefault(weights, []).append(rank)
+        groups: Counter[tuple[str, int]] = Counter()
+        for machine, slots in site.parts:
+            groups[machine.profile.name, machine.memory_bytes] += slots
+        return [
+            RankKind(
+                device=device,
+                device_bytes=device_bytes,
+                tp_ranks=tuple(ranks),
+                num_ranks=slots * len(ranks),
+                memory=replace(fullest, weights=weights - spare),
+            )
+            for (device, device_bytes), slots in groups.items()
+            for weights, ranks in by_weights.items()
+        ]
+
     def weights(self, candidate: Candidate) -> int:
         """Weights of the fullest rank: of the first or last of its tensor-parallel group, less the experts that are
         elsewhere."""
         num_tp = candidate.tp
         if num_tp not in self._weights:
-            places = [MeshPlace.of(r, num_cp=1, num_tp=num_tp, expert_parallel=False) for r in {0, num_tp - 1}]
-            self._weights[num_tp] = max(weight_bytes(self.config, self.item_bytes, place) for place in places)
+            self._weights[num_tp] = max(self._weights_at(num_tp, rank) for rank in {0, num_tp - 1})
         total = self._weights[num_tp]
         if candidate.is_expert_parallel:
             for layer in self.config.layers:
@@ -131,6 +168,14 @@ class Evaluator:
                     elsewhere = moe.num_experts - -(-moe.num_experts // candidate.num_devices)
                     total -= elsewhere * 3 * width * moe.intermediate * self.item_bytes
         return total
+
+    def _weights_at(self, num_tp: int, rank: int) -> int:
+        """Weights of one rank of a tensor-parallel group that has all experts."""
+        key = (num_tp, rank)
+        if key not in self._weights_of:
+            place = MeshPlace.of(rank, num_cp=1, num_tp=num_tp, expert_parallel=False)
+            self._weights_of[key] = weight_bytes(self.config, self.item_bytes, place)
+        return self._weights_of[key]
 
     def _step_bytes(self, num_devices: int) -> int:
         if num_devices not in self._per_token:
@@ -226,8 +271,8 @@ class Evaluator:
         return self._costs[key]
 
     def traffic(self, candidate: Candidate) -> dict[str, int]:
-        """Bytes that the fullest rank receives from other context-parallel ranks over the whole prompt, by operation;
-        those of expert parallelism for even routing."""
+        """Bytes that the fullest rank receives from other ranks over the whole prompt, by operation; those of expert
+        parallelism for even routing."""
         request = self.request
         rest = request.tokens - request.cached
         length = min(candidate.step_tokens, rest)
@@ -240,11 +285,13 @@ class Evaluator:
                 most = most * (request.tokens + request.cached + length) // (2 * length)
             found[name] += int(most * steps)
         site = self.machines.site(candidate.cp, candidate.tp)
-        if candidate.is_expert_parallel and site is not None:
-            exchanges = ExchangeCosts(layout, self.shape(candidate), site.placement)
-            for layer in self.shape(candidate).layers:
-                if isinstance(layer.ffn, MoeShape):
-                    found["experts"] += int(sum(exchanges.experts_bytes(layer.ffn)) * steps)
+        assert site is not None
+        exchanges = ExchangeCosts(layout, self.shape(candidate), site.placement)
+        for layer in self.shape(candidate).layers:
+            gathers, sums = exchanges.tensor_parallel_bytes(layer)
+            found["tensor_parallel"] += int((sum(gathers) + sum(sums)) * steps)
+            if candidate.is_expert_parallel and isinstance(layer.ffn, MoeShape):
+                found["experts"] += int(sum(exchanges.experts_bytes(layer.ffn)) * steps)
         return {name: size for name, size in found.items() if size}
 
     def handoff_bytes(self, candidate: Candidate, num_tokens: int) -> int:

@@ -33,7 +33,12 @@ class Site:
     placement: Placement
     memory_bytes: int
     """Of the smallest device that it uses."""
-    num_machines: int
+    parts: tuple[tuple[Machine, int], ...]
+    """Its machines, and how many tensor-parallel groups each has."""
+
+    @property
+    def num_machines(self) -> int:
+        return len(self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +98,7 @@ class Machines:
         return Site(
             placement=placement,
             memory_bytes=min(machine.memory_bytes for machine, _ in taken),
-            num_machines=len(taken),
+            parts=tuple(taken),
         )
 
     def _network(self, devices: int) -> tuple[Link, ...]:

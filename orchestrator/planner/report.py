@@ -31,6 +31,16 @@ def document(evaluator: Evaluator, choice: Choice, borders: Crossovers) -> dict[
         "plan": plan_fields(best),
         "estimate": estimate_fields(best),
         "memory": {**limits(best.memory), "device_bytes": best.site.memory_bytes},
+        "memory_by_rank": [
+            {
+                "device": kind.device,
+                "tp_ranks": list(kind.tp_ranks),
+                "ranks": kind.num_ranks,
+                **limits(kind.memory),
+                "device_bytes": kind.device_bytes,
+            }
+            for kind in evaluator.memory_by_rank(best.candidate, best.site)
+        ],
         "received_bytes": evaluator.traffic(best.candidate),
         "handoff_bytes": evaluator.handoff_bytes(best.candidate, request.tokens) if evaluator.has_decode else 0,
         "alternatives": [
@@ -144,6 +154,13 @@ def show(evaluator: Evaluator, choice: Choice, borders: Crossovers) -> None:
         + ", ".join(f"{name} {_size(size)}" for name, size in memory.items())
         + f", of {_size(best.site.memory_bytes)} a device"
     )
+    kinds = evaluator.memory_by_rank(best.candidate, best.site)
+    for kind in kinds if len(kinds) > 1 else ():
+        places = ", ".join(map(str, kind.tp_ranks))
+        console.print(
+            f"        {kind.num_ranks} rank(s) on {kind.device}, place {places} of tp {best.candidate.tp}: "
+            f"total {_size(kind.memory.total)} of {_size(kind.device_bytes)}"
+        )
     received = evaluator.traffic(best.candidate)
     if received:
         console.print(

@@ -103,6 +103,11 @@ def check_plan(content: dict) -> None:
     assert plan["cp"] * plan["tp"] == plan["devices"] <= content["devices"]
     assert memory["total"] == sum(memory[name] for name in ("process", "weights", "cache", "step"))
     assert memory["total"] <= memory["device_bytes"]
+    kinds = content["memory_by_rank"]
+    assert sum(kind["ranks"] for kind in kinds) == plan["devices"]
+    assert max(kind["total"] for kind in kinds) == memory["total"]
+    assert all(kind["total"] <= kind["device_bytes"] for kind in kinds)
+    assert ("tensor_parallel" in content["received_bytes"]) == (plan["tp"] > 1)
     assert sum(estimate["parts"].values()) == pytest.approx(estimate["prefill_s"], rel=1e-4)
     whole = estimate["prefill_s"] + estimate["handoff_exposed_s"] + estimate["queue_s"]
     assert estimate["ttft_s"] == pytest.approx(whole, rel=1e-4)
@@ -147,6 +152,29 @@ def test_planning_needs_neither_torch_nor_ray() -> None:
         [sys.executable, "-P", "-c", code], input=questions, capture_output=True, text=True, check=True, timeout=100
     )
     assert done.stderr.splitlines()[-1].split() == [str(len(QUESTIONS))]
+
+
+def test_a_tensor_parallel_group_receives_rows() -> None:
+    """One gather and one sum of rows a layer at least, over the whole prompt, with one context-parallel rank too."""
+    estimator = evaluator(tokens=4096, cp=1, tp=4)
+    candidate = Candidate(cp=1, tp=4, step_tokens=1024, latent_format="bf16", index_format="bf16")
+    received = estimator.traffic(candidate)
+    row_bytes = 2 * estimator.config.hidden
+    assert received["tensor_parallel"] >= 4096 // 4 * 3 * 2 * row_bytes * len(estimator.config.layers)
+
+
+def test_memory_is_told_by_kind_of_rank() -> None:
+    estimator = evaluator(tokens=4096, cp=5, tp=2, cluster=GOLDEN / "unequal.toml")
+    candidate = Candidate(cp=5, tp=2, step_tokens=1024, latent_format="bf16", index_format="bf16")
+    site = estimator.machines.site(5, 2)
+    assert site is not None
+    kinds = estimator.memory_by_rank(candidate, site)
+    assert {kind.device: kind.device_bytes >> 30 for kind in kinds} == {"h200": 131, "h100": 74}
+    assert sum(kind.num_ranks for kind in kinds) == 10
+    for kind in kinds:
+        for rank in kind.tp_ranks:
+            place = MeshPlace.of(rank, num_cp=1, num_tp=2, expert_parallel=False)
+            assert kind.memory.weights == weight_bytes(estimator.config, 2, place)
 
 
 def test_equal_layers_are_counted_once_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
