@@ -236,6 +236,7 @@ def simulate(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON.")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write rows as CSV: jobs, or a sweep's.")] = None,
     chrome_trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace.")] = None,
+    decisions: Annotated[Path | None, typer.Option(help="Write every decision with its reason as JSONL.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Write SVG and PNG plots to this directory.")] = None,
 ) -> None:
     """Replay a trace on a simulated cluster with the real scheduler, or sweep over device counts."""
@@ -252,6 +253,7 @@ def simulate(
             json_file=json_file,
             csv_file=csv_file,
             chrome_trace=chrome_trace,
+            decisions=decisions,
             plots=plots,
             sweep=sweep,
             prefix_study=prefix_study,

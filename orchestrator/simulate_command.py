@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from longprefill.orchestrator.outputs import check_outputs
 from longprefill.orchestrator.scheduler.base import POLICIES
 from longprefill.orchestrator.simulator.cluster import Cluster, ClusterError, read_cluster
-from longprefill.orchestrator.simulator.files import job_rows, write_chrome_trace, write_csv, write_json
+from longprefill.orchestrator.simulator.files import (
+    job_rows,
+    write_chrome_trace,
+    write_csv,
+    write_decisions,
+    write_json,
+)
 from longprefill.orchestrator.simulator.load import prepare
 from longprefill.orchestrator.simulator.metrics import Metrics, metrics
 from longprefill.orchestrator.simulator.replay import Replay, replay
 from longprefill.orchestrator.simulator.trace import Request, read_trace
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +39,7 @@ class SimulateRequest:
     json_file: Path | None
     csv_file: Path | None
     chrome_trace: Path | None
+    decisions: Path | None
     plots: Path | None
     sweep: bool
     prefix_study: bool
@@ -42,7 +53,12 @@ def simulate(request: SimulateRequest) -> None:
         UserError: a wrong call, an unreadable file, an impossible setting.
     """
     check_outputs(
-        {"--json": request.json_file, "--csv": request.csv_file, "--chrome-trace": request.chrome_trace},
+        {
+            "--json": request.json_file,
+            "--csv": request.csv_file,
+            "--chrome-trace": request.chrome_trace,
+            "--decisions": request.decisions,
+        },
         inputs=[path for path in (request.trace, request.cluster) if path is not None],
     )
     cluster = read_cluster(request.cluster)
@@ -86,6 +102,8 @@ def _replays(request: SimulateRequest, cluster: Cluster, requests: Sequence[Requ
         write_csv(request.csv_file, [row for run in replays for row in job_rows(run)])
     if request.chrome_trace is not None:
         write_chrome_trace(request.chrome_trace, replays)
+    if request.decisions is not None:
+        write_decisions(request.decisions, replays)
     if request.plots is not None:
         from longprefill.orchestrator.simulator.charts import replay_charts
 
@@ -124,7 +142,7 @@ FIGURES: tuple[tuple[str, Callable[[Metrics], str]], ...] = (
     ("lost, unit-seconds", lambda row: f"{row.lost_s:.1f}"),
     ("refused", lambda row: f"{row.refused}"),
     ("decisions", lambda row: f"{row.decisions}"),
-    ("99 % of decisions under", lambda row: "" if row.decision_p99_s is None else f"{row.decision_p99_s * 1e3:g} ms"),
+    ("99 % of decisions under", lambda row: f"{row.decision_p99_s * 1e3:g} ms"),
 )
 """What the table shows of every policy."""
 
@@ -151,7 +169,30 @@ def _print_rows(rows: Sequence[Metrics], reference: Metrics | None, cluster: Clu
         for title, name in (("mean TTFT over fcfs", "mean_ttft_s"), ("p99 from 64K on, over fcfs", "p99_slowdown_64k")):
             ratios = [getattr(row, name) / (getattr(reference, name) or 1.0) for row in rows]
             table.add_row(title, *(f"{ratio:.3f}" for ratio in ratios))
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table)
+    console.print(_buckets(rows))
+
+
+def _buckets(rows: Sequence[Metrics]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="time to first token by length, s: p50 / p90 / p99")
+    table.add_column("tokens from")
+    table.add_column("jobs", justify="right")
+    for row in rows:
+        table.add_column(row.policy, justify="right")
+    by_length = [{bucket.least_tokens: bucket for bucket in row.buckets} for row in rows]
+    for least in sorted({least for buckets in by_length for least in buckets}):
+        found = [buckets.get(least) for buckets in by_length]
+        most = max(bucket.num_jobs for bucket in found if bucket is not None)
+        cells = (
+            "" if each is None else f"{each.ttft_p50_s:.3g} / {each.ttft_p90_s:.3g} / {each.ttft_p99_s:.3g}"
+            for each in found
+        )
+        table.add_row(f"{least:,}", str(most), *cells)
+    return table
 
 
 def _prefix_study(request: SimulateRequest, requests: Sequence[Request]) -> None:

@@ -6,8 +6,10 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+from longprefill.orchestrator.scheduler.decisions import StepDecision
 from longprefill.orchestrator.simulator.replay import Replay
 
 DIGITS = 9
@@ -84,6 +86,17 @@ def write_chrome_trace(path: Path, replays: Sequence[Replay]) -> None:
                 events.append({"ph": "t" if last.get(job) else "s"} | flow | place)
                 last[job] = True
     path.write_text(json.dumps(rounded({"traceEvents": events, "displayTimeUnit": "ms"})), encoding="utf-8")
+
+
+def write_decisions(path: Path, replays: Sequence[Replay]) -> None:
+    """A JSON object a line: every admission, refusal and step as it was decided, with its estimates, what finished
+    steps had taught, and the reason."""
+    with path.open("w", encoding="utf-8") as file:
+        for replay in replays:
+            for decision in replay.decisions:
+                at_s = decision.start_s if isinstance(decision, StepDecision) else replay.jobs[decision.job].arrival_s
+                line = {"policy": replay.policy, "at_s": at_s, "kind": decision.kind, **asdict(decision)}
+                file.write(json.dumps(rounded(line)) + "\n")
 
 
 def rounded(value: object) -> object:
