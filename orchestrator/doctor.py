@@ -13,7 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from longprefill.kernels.backends import describe
+from longprefill.kernels.backends import chosen, describe
+from longprefill.kernels.native import library
+from longprefill.kernels.native.build import BuildError, build, cache_folder, compiler_command
+from longprefill.kernels.native.isa import VARIABLE, supported_isas
 from longprefill.orchestrator.memory import available_bytes
 from longprefill.orchestrator.yardstick import CLASSES, yardstick_refusal
 from longprefill.workers.device import describe_devices
@@ -30,7 +33,8 @@ def diagnose() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "available_bytes": available_bytes(),
         "shared_memory_bytes": shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
-        "compiler": shutil.which("g++"),
+        "compiler": _compiler(),
+        "compiled": _compiled(),
         "devices": [
             {
                 "kind": row.kind,
@@ -42,10 +46,7 @@ def diagnose() -> dict[str, Any]:
             }
             for row in describe_devices()
         ],
-        "kernels": [
-            {"op": row.op, "backend": row.backend, "available": row.available, "reason": row.reason}
-            for row in describe("cpu")
-        ],
+        "kernels": _kernels(),
         "families": [_family(model_type) for model_type in sorted(FAMILIES)],
     }
 
@@ -63,12 +64,14 @@ def print_diagnosis(*, as_json: bool) -> None:
         f"{found['cores']} cores, {found['available_bytes'] / 2**30:.1f} GiB memory available, "
         f"{found['shared_memory_bytes'] / 2**30:.1f} GiB in /dev/shm, compiler {found['compiler'] or 'none'}"
     )
+    console.print(_compiled_line(found["compiled"]), soft_wrap=True)
     devices = Table("device", "collectives", "count", "name", "why not", title="devices", title_justify="left")
     for row in found["devices"]:
         devices.add_row(row["kind"], row["collectives"], str(row["count"]), row["name"], row["reason"])
-    kernels = Table("op", "backend", "available", "why not", title="kernels on cpu", title_justify="left")
+    kernels = Table("op", "backend", "available", "used", "why", title="kernels on cpu", title_justify="left")
     for row in found["kernels"]:
-        kernels.add_row(row["op"], row["backend"], "yes" if row["available"] else "no", row["reason"])
+        marks = ("yes" if row[key] else "no" for key in ("available", "used"))
+        kernels.add_row(row["op"], row["backend"], *marks, row["why"])
     families = Table(
         "family", "layers", "runs", "align --against transformers", title="model families", title_justify="left"
     )
@@ -77,6 +80,67 @@ def print_diagnosis(*, as_json: bool) -> None:
             row["family"], row["layers"], row["reason"] or "yes", row["yardstick"] or f"no: {row['no_yardstick']}"
         )
     console.print(devices, kernels, families)
+
+
+def _compiler() -> str | None:
+    """The program that would compile the kernels: $CXX, or g++."""
+    command = compiler_command()
+    return shutil.which(command[0]) if command else None
+
+
+def _compiled() -> dict[str, Any]:
+    """The library of compiled kernels of this process: which, from where, or why not. Builds it if it is not there."""
+    reason = library.refusal("cpu")
+    folder = None
+    try:
+        folder = str(cache_folder())
+    except BuildError as error:
+        reason = reason or str(error)
+    return {
+        "isa": library.active_isa(),
+        "supported_isas": list(supported_isas()),
+        "forced_isa": os.environ.get(VARIABLE) or None,
+        "library": None if reason else str(build(library.active_isa())),
+        "cache": folder,
+        "reason": reason or "",
+    }
+
+
+def _compiled_line(compiled: dict[str, Any]) -> str:
+    choice = f"forced by {VARIABLE}" if compiled["forced_isa"] else f"the best here; {VARIABLE} forces another"
+    isas = f"{compiled['isa']} of {', '.join(compiled['supported_isas'])} ({choice})"
+    if compiled["reason"]:
+        return f"compiled kernels: none for {isas}: {compiled['reason']}; cache {compiled['cache'] or 'none'}"
+    return f"compiled kernels: {isas}, {compiled['library']}"
+
+
+def _kernels() -> list[dict[str, Any]]:
+    """Every backend of every op, best first, whether a worker on a CPU takes it, and why."""
+    used, rows = chosen("cpu"), describe("cpu")
+    found = []
+    for row in rows:
+        refused = [
+            f"{other.backend} is not there: {other.reason}" for other in rows if other.op == row.op and other.reason
+        ]
+        if row.reason:
+            why = row.reason
+        elif row.backend != used[row.op]:
+            why = f"{used[row.op]} comes first; taken where it is asked for by name"
+        elif row.backend == "cpu":
+            why = f"compiled for {library.active_isa()}"
+        else:
+            why = "; ".join(["torch operators", *(refused or ["this op has no compiled backend"])])
+        found.append(
+            {
+                "op": row.op,
+                "backend": row.backend,
+                "available": row.available,
+                "used": row.backend == used[row.op],
+                "reason": row.reason,
+                "why": why,
+            }
+        )
+    return found
 
 
 def _family(model_type: str) -> dict[str, Any]:

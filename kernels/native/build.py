@@ -72,7 +72,7 @@ def build(isa: str | None = None) -> Path:
     isa = chosen_isa() if isa is None else isa
     torch, folder = _find_torch(), cache_folder()
     prefix = f"longprefill-{isa}-{_source_digest(torch, isa)}"
-    command = _compiler_command()
+    command = compiler_command()
     if command is None:
         ready = sorted(folder.glob(f"{prefix}-*.so"))
         if ready:  # built on a machine with a compiler, an image for example
@@ -128,7 +128,8 @@ def _find_torch() -> Torch:
     return Torch(folder=folder, version=importlib.metadata.version("torch"))
 
 
-def _compiler_command() -> list[str] | None:
+def compiler_command() -> list[str] | None:
+    """$CXX, g++ if it is unset, as the parts of a command line; None: its program is not on the path."""
     command = shlex.split(os.environ.get("CXX") or "g++")
     return command if command and shutil.which(command[0]) else None
 
