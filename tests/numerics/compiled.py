@@ -1,7 +1,8 @@
 """The compiled backend on several instruction sets of this processor, for parametrized suites.
 
-The best one and `portable` by default: each further one costs minutes of compiling and the same tests again. With
-LONGPREFILL_TEST_ISAS=all (`scripts/test --all-isas`) every one that the processor has.
+The best one and `portable` by default: each further one costs minutes of compiling and the same tests again.
+LONGPREFILL_TEST_ISAS names others, or `all`; `scripts/test --all-isas` names them one by one, each with LONGPREFILL_ISA
+for the tests that take the process's own.
 """
 
 from __future__ import annotations
@@ -55,12 +56,15 @@ def tested_isas() -> tuple[str, ...]:
     """The instruction sets that this session tests.
 
     Raises:
-        ValueError: LONGPREFILL_TEST_ISAS is set to something that is not `all`.
+        ValueError: LONGPREFILL_TEST_ISAS names what this processor lacks or nobody knows, and is not `all`.
     """
     wanted = os.environ.get("LONGPREFILL_TEST_ISAS")
     supported = tuple(supported_isas())
     if wanted is None:
         return tuple(dict.fromkeys((supported[0], supported[-1])))
-    if wanted != "all":
-        raise ValueError(f"LONGPREFILL_TEST_ISAS={wanted!r}: leave it out, or set it to 'all'")
-    return supported
+    if wanted == "all":
+        return supported
+    isas = tuple(wanted.split(","))
+    if unknown := sorted(set(isas) - set(supported)):
+        raise ValueError(f"LONGPREFILL_TEST_ISAS={wanted!r}: no {unknown[0]!r} here: use all, or {','.join(supported)}")
+    return isas
