@@ -19,16 +19,16 @@ from longprefill.orchestrator import cli
 from longprefill.orchestrator.costs.profile import DeviceProfile, Link, Table
 from longprefill.orchestrator.costs.profile_file import find_profile, write_profile
 from longprefill.orchestrator.costs.rates import Rates
-from longprefill.orchestrator.costs.step import StepCosts
+from longprefill.orchestrator.costs.step import StepCosts, StepOptions
 from longprefill.orchestrator.memory import weight_bytes
 from longprefill.orchestrator.plan_command import device_numbers, evaluator_of, scaling
 from longprefill.orchestrator.planner.candidate import Candidate, PlanError, PlanRequest
-from longprefill.orchestrator.planner.crossovers import crossovers
+from longprefill.orchestrator.planner.crossovers import _contiguous_from, _speed_up, _with_room, crossovers
 from longprefill.orchestrator.planner.evaluate import Evaluator, mean_wait_rounds
 from longprefill.orchestrator.planner.models import find_model
 from longprefill.orchestrator.planner.report import RUNNABLE_EXCHANGES, show_scaling
 from longprefill.orchestrator.planner.search import choose
-from longprefill.orchestrator.simulator.cluster import read_cluster
+from longprefill.orchestrator.simulator.cluster import NetworkSettings, read_cluster
 from longprefill.partition.errors import ModelError, UserError
 from longprefill.partition.generators import generate
 from longprefill.partition.layout import Slice
@@ -319,6 +319,46 @@ def test_a_hand_off_to_another_machine_takes_the_clusters_network(tmp_path: Path
         assert estimate is not None
         seconds.append(estimate.handoff_s)
     assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.01)
+
+
+def test_crossovers_cross() -> None:
+    """Each again, a little on both sides of where it is said to be."""
+    estimator = evaluator(tokens=500_000, tp=1, cluster=GOLDEN / "unequal.toml", cp=8)
+    best = choose(estimator).best
+    borders = crossovers(estimator, best)
+
+    def speed_up(tokens: int) -> float:
+        return _speed_up(estimator, best.candidate, tokens)
+
+    assert borders.cp == 8
+    assert borders.cp_pays_from_tokens is not None
+    assert speed_up(borders.cp_pays_from_tokens) > 1 >= speed_up(borders.cp_pays_from_tokens * 7 // 8 - 1)
+    assert borders.cp_efficient_from_tokens is not None
+    half = borders.cp_efficient_from_tokens
+    assert speed_up(half) >= 4 > speed_up(half * 7 // 8 - 1)
+    candidate = replace(best.candidate, step_tokens=8192)
+    start, looked_at = _contiguous_from(estimator, candidate)
+    assert start is not None
+    assert start <= looked_at
+
+    def over_zigzag(position: int) -> float:
+        contiguous, zigzag = (estimator.step(candidate, kind, position).seconds for kind in ("contiguous", "zigzag"))
+        return contiguous / zigzag
+
+    assert over_zigzag(start) <= 1.05
+    assert start == 0 or over_zigzag(start // 2) > 1.05
+    assert borders.break_even_gb_per_s is not None
+    assert (borders.narrow_cp, borders.wide_cp, borders.link) == (8, 12, "network")
+    wide, _ = _with_room(estimator, replace(best.candidate, cp=12, exchange="head_transposed"))
+    piece = Slice(job=0, start=249_984, end=min(249_984 + best.candidate.step_tokens, 500_000))
+    narrow_s = estimator.costs(best.candidate, best.site).step([piece], best.candidate.layout).seconds
+    options = StepOptions(exchange=wide.exchange, is_expert_parallel=wide.is_expert_parallel)
+    for factor in (0.9, 1.1):
+        network = NetworkSettings(bytes_per_s=factor * borders.break_even_gb_per_s * 1e9)
+        site = replace(estimator.machines, network=network).site(12, 1)
+        assert site is not None
+        costs = StepCosts(estimator.shape(wide), site.placement, options)
+        assert (costs.step([piece], wide.layout).seconds < narrow_s) == (factor > 1)
 
 
 def test_scaling_puts_exchanges_side_by_side() -> None:
