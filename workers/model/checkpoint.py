@@ -35,7 +35,7 @@ FP8_MAX = 448.0
 SMALLEST_SCALE = 1e-12
 UNQUANTIZED = ("embed", "head", "moe.gate", "indexer.weights_proj", "indexer.pool_gate", "kda.conv")
 """Ends of matrices that published FP8 checkpoints keep in bf16, besides all that stay fp32."""
-FILES_OF_SIZE = {"tiny": 1, "mesh": 1, "small": 2, "bench": 2}
+FILES_OF_SIZE = {"tiny": 1, "mesh": 1, "small": 2, "bench": 2, "peer": 1}
 DEAD_HEAD_A_LOG = 9.0
 """Stored for heads that are not live: a reader that takes the wrong ones forgets everything at once."""
 

@@ -1,4 +1,5 @@
-"""The config.json of models that `make_checkpoint` writes, tiny to bench; mesh is for many ranks. Torch-free."""
+"""The config.json of models that `make_checkpoint` writes, tiny to bench; mesh is for many ranks, peer are the shapes
+that other engines were measured with (scripts/bench_prefill). Torch-free."""
 
 from __future__ import annotations
 
@@ -146,6 +147,16 @@ _SMALL: dict[str, Any] = _LARGE_ATTENTION | {
     "moe_intermediate_size": 256,
 }
 
+_PEER: dict[str, Any] = _LARGE_ATTENTION | {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 256,
+}
+"""Every feed-forward dense, as wide as the published numbers of parameters leave room for."""
+
 _BENCH: dict[str, Any] = _LARGE_ATTENTION | {
     "vocab_size": 8192,
     "hidden_size": 1024,
@@ -207,6 +218,7 @@ def _glm_next(text: dict[str, Any], num_heads: int, head_dim: int) -> dict[str, 
 
 _TINY_INDEXER = {"q_lora_rank": 48, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 32}
 _SMALL_INDEXER = {"q_lora_rank": 256, "index_n_heads": 16, "index_head_dim": 64, "index_topk": 256}
+_PEER_INDEXER = {"q_lora_rank": 256, "index_n_heads": 16, "index_head_dim": 128, "index_topk": 512}
 _BENCH_INDEXER = {"q_lora_rank": 512, "index_n_heads": 16, "index_head_dim": 128, "index_topk": 512}
 
 RAW_CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
@@ -302,12 +314,30 @@ RAW_CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
     ("kimi_linear", "bench"): _KIMI
     | _BENCH
     | {"num_key_value_heads": 16, "q_lora_rank": None, "linear_attn_config": _kimi_layers(8, 8, 128)},
+    ("kimi_linear", "peer"): _KIMI
+    | _PEER
+    | {
+        "num_hidden_layers": 8,
+        "intermediate_size": 1664,
+        "first_k_dense_replace": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": None,
+        "linear_attn_config": _kimi_layers(8, 8, 128),
+    },
     ("deepseek_v32", "tiny"): _published(_DEEPSEEK | _TINY | _TINY_INDEXER)
     | {"first_k_dense_replace": 1, "n_group": 3, "topk_group": 2},
     ("deepseek_v32", "small"): _published(_DEEPSEEK | _SMALL | _SMALL_INDEXER)
     | {"intermediate_size": 1408, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
     ("deepseek_v32", "bench"): _published(_DEEPSEEK | _BENCH | _BENCH_INDEXER)
     | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+    ("deepseek_v32", "peer"): _published(_DEEPSEEK | _PEER | _PEER_INDEXER)
+    | {
+        "num_hidden_layers": 4,
+        "intermediate_size": 1024,
+        "first_k_dense_replace": 4,
+        "n_group": 4,
+        "topk_group": 2,
+    },
     ("glm_moe_dsa", "tiny"): _published(_GLM | _TINY | _TINY_INDEXER)
     | {"first_k_dense_replace": 1, "indexer_types": ["full", "full", "shared", "shared"]},
     ("glm_moe_dsa", "small"): _published(_GLM | _SMALL | _SMALL_INDEXER)
