@@ -43,6 +43,8 @@ class Stage:
     adam_rate: float
     final_rate: float
     """Share of the rates that is left at the end."""
+    is_averaged: bool = False
+    """The stage leaves the mean of the weights that it began with and those that it ended with."""
 
     def rate(self, step: int) -> float:
         """Factor on both rates at a step from 0."""
@@ -102,6 +104,11 @@ def _dense(done: float) -> Mix:
     return dataclasses.replace(_everything(done), absent=0.5, siblings=0.35, fill=(0.25, 0.95))
 
 
+def _few_absent(done: float) -> Mix:
+    """So rare that a doubtful name is rather answered with a number than with `unknown`."""
+    return dataclasses.replace(_everything(done), absent=0.15, fill=(0.2, 0.9))
+
+
 STAGES = (
     Stage(name="A", num_blocks=1, length=256, batch=16, steps=350, mix=_short_forms, text_rows=32, index_loss=False,
           muon_rate=0.015, adam_rate=3e-3, final_rate=0.2),
@@ -133,6 +140,8 @@ STAGES = (
           muon_rate=0.010, adam_rate=2e-3, final_rate=0.01),
     Stage(name="O", num_blocks=2, length=16384, batch=1, steps=100, mix=_dense, text_rows=64, index_loss=True,
           muon_rate=0.005, adam_rate=8e-4, final_rate=0.01),
+    Stage(name="P", num_blocks=2, length=8192, batch=1, steps=80, mix=_few_absent, text_rows=64, index_loss=True,
+          muon_rate=0.003, adam_rate=5e-4, final_rate=0.02, is_averaged=True),
 )  # fmt: skip
 
 

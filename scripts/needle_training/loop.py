@@ -79,7 +79,11 @@ def train(directory: Path, *, stages: tuple[str, ...], options: Options) -> Path
             continue
         progress = _resume(directory, number, options)
         _run(progress, stage, filler, directory, options)
-        _write_whole(result, {name: p.detach() for name, p in progress.parameters.items()})
+        weights = {name: p.detach() for name, p in progress.parameters.items()}
+        if stage.is_averaged:
+            before = load_file(directory / f"{STAGES[number - 1].name}.safetensors")
+            weights = {name: (before[name] + value) / 2 for name, value in weights.items()}
+        _write_whole(result, weights)
     return result
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from longprefill.orchestrator.needle.filler import Filler
 from longprefill.orchestrator.needle.words import Phrasing
@@ -178,3 +178,22 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(training, tmp_path: Path, monkey
     resumed = loop.train(tmp_path / "cut", stages=("A",), options=loop.Options())
     assert len(calls) == 5
     assert resumed.read_bytes() == whole.read_bytes()
+
+
+def test_an_averaged_stage_leaves_the_mean_of_its_start_and_its_end(
+    training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, curriculum = training["loop"], training["curriculum"]
+    first = dataclasses.replace(curriculum.STAGES[0], length=64, batch=2, steps=2, text_rows=4)
+    second = dataclasses.replace(first, name="B")
+    ends: dict[str, dict[str, torch.Tensor]] = {}
+    for is_averaged in (False, True):
+        stages = (first, dataclasses.replace(second, is_averaged=is_averaged))
+        monkeypatch.setattr(loop, "STAGES", stages)
+        directory = tmp_path / str(is_averaged)
+        loop.train(directory, stages=("A", "B"), options=loop.Options())
+        ends[f"B {is_averaged}"] = load_file(directory / "B.safetensors")
+        ends["A"] = load_file(directory / "A.safetensors")
+    for name, start in ends["A"].items():
+        assert torch.equal(ends["B True"][name], (start + ends["B False"][name]) / 2), name
+    assert not torch.equal(ends["B True"]["embed"], ends["B False"]["embed"])
