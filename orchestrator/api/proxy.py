@@ -1,8 +1,8 @@
 """What Ray Serve's proxy answers by itself, in our words.
 
-The proxy listens before the application's routes are known and after they are gone, and then answers a bare 404, which a
-client takes for the end of its job; when a replica is lost or too busy it answers a bare 500 or 503. All of these mean
-the same: ask again. Serve runs `middlewares` in the proxy's process, by the variable in ENVIRONMENT.
+The proxy listens before the application's routes are known and after they are gone, and then answers a bare 404, which
+a client takes for the end of its job; when a replica is lost or too busy it answers a bare 500 or 503. All of these
+mean the same: ask again. Serve runs `middlewares` in the proxy's process, by the variable in ENVIRONMENT.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ BACKENDS = [
     *compiled_backends("residual"),
 ]
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
-NUMBERS = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-5}
+NUMBERS: dict[str, Any] = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-5}
 
 
 def parameters(num_streams: int, num_hidden: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -167,9 +167,9 @@ def test_the_tests_can_fail(mutation: str) -> None:
     right = plain.hyper_mix(values_TMD, *weights, **NUMBERS)
     post_TM, comb_TMM = right.post_TM, right.comb_TMM
     if mutation == "no Sinkhorn":
-        comb_TMM = plain.hyper_mix(values_TMD, *weights, **(NUMBERS | {"iterations": 1})).comb_TMM
+        comb_TMM = plain.hyper_mix(values_TMD, *weights, **dict[str, Any](NUMBERS, iterations=1)).comb_TMM
     elif mutation == "rows last":
-        early = plain.hyper_mix(values_TMD, *weights, **(NUMBERS | {"iterations": 2})).comb_TMM
+        early = plain.hyper_mix(values_TMD, *weights, **dict[str, Any](NUMBERS, iterations=2)).comb_TMM
         comb_TMM = early / early.sum(2, keepdim=True)
     elif mutation == "matrix transposed":
         comb_TMM = comb_TMM.transpose(1, 2)

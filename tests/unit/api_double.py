@@ -164,8 +164,8 @@ class ControllerDouble:
             used_tokens=0, max_tokens=self.max_tokens, rss_bytes=0, heartbeat_age_s=0.0, num_restarts=0,
         )  # fmt: skip
         return ClusterView(
-            epoch=1, started_at=0.0, is_draining=False, model="tiny", num_queued=0, num_running=0, estimate_error=0.0, groups=(group,),
-            nodes=({"name": "here"},),
+            epoch=1, started_at=0.0, is_draining=False, model="tiny", num_queued=0, num_running=0, estimate_error=0.0,
+            groups=(group,), nodes=({"name": "here"},),
         )  # fmt: skip
 
     async def readiness(self) -> Readiness:

@@ -49,12 +49,21 @@ class Running:
     def close(self) -> None:
         self.stop()
         self._socket.close()
+        asyncio.run_coroutine_threadsafe(_end_other_tasks(), self.loop).result(DEADLINE_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(DEADLINE_S)
         self.loop.close()
 
     def call(self, action: Callable[[], Any]) -> None:
         self.loop.call_soon_threadsafe(action)
+
+
+async def _end_other_tasks() -> None:
+    """Jobs that no client waited for; left behind, they would be told as lost in another test."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -62,11 +62,7 @@ def test_a_gateway_without_its_service_is_waited_out() -> None:
         def do_GET(self) -> None:
             asked.append(self.path)
             is_there = len(asked) > 2
-            body = (
-                json.dumps({"data": [], "last_id": None, "has_more": False}).encode()
-                if is_there
-                else b"Bad Gateway"
-            )
+            body = json.dumps({"data": [], "last_id": None, "has_more": False}).encode() if is_there else b"Bad Gateway"
             self.send_response(200 if is_there else 502)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
