@@ -21,7 +21,7 @@ namespace {
 
 #if defined(LONGPREFILL_AMX)
 
-constexpr int64_t QUERIES = 128, KEYS = 256;  // of a block
+constexpr int64_t QUERIES = 64, KEYS = 512;  // of a block
 constexpr int64_t SPAN = 4096;                // keys whose rows are packed at a time
 
 struct Shape {
