@@ -48,7 +48,8 @@ def test_gated_is_the_formula(
     expected = reference.gated(gate_up_TJ.double(), activation=activation, clamp=clamp)
     actual = backend.gated(gate_up_TJ, activation=activation, clamp=clamp)
     assert actual.dtype == dtype
-    assert_close(actual, expected, op="linear")
+    # torch's gelu is 1 + erf: where that cancels, a single number has few digits
+    assert_close(actual, expected, op="linear", floor=0.1)
     assert torch.equal(gate_up_TJ, before)
 
 
