@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from longprefill.comms.group import Group
 from longprefill.orchestrator.align.compare import compare, first_deviation
 from longprefill.partition.layout import Fragment, Slice
 from longprefill.partition.shards import RowShards
 from longprefill.workers.cache import states
+from longprefill.workers.model.layers import feed_forward
 from longprefill.workers.model.layers.context import StepContext
 from longprefill.workers.model.layers.feed_forward import DenseLayer, MoeLayer
 from longprefill.workers.prefill import PrefillRank
@@ -113,7 +113,14 @@ def test_partial_sums_of_a_dense_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shared", [True, False], ids=["shared expert", "routed experts"])
 def test_experts_left_out(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if shared:
-        wrap(monkeypatch, F, "silu", lambda silu: lambda x: silu(x) * (0 if x.shape[-1] in (15, 16) else 1))
+        columns = (15, 16)  # of a rank's shared expert; no dense layer has as few
+
+        def without(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            return lambda x, gate_up, *args, **options: (
+                run(x, gate_up, *args, **options) * (0 if len(gate_up) // 2 in columns else 1)
+            )
+
+        wrap(monkeypatch, feed_forward, "gated_mlp", without)
     else:
         wrap(monkeypatch, MoeLayer, "_experts", lambda run: lambda *args: torch.zeros_like(run(*args)))
     deviation = first_deviation(rows_of(WHOLE_MODEL, [LENGTH], WHOLE, MESH))
