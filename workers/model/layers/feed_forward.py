@@ -32,7 +32,8 @@ def gated_mlp(
     """down(act(gate x) * up x); `gate_up` holds the gate rows first. With `clamp` the gate is cut above it and up
     beyond it on both sides, before the activation."""
     out_TD = x_TD.new_empty(len(x_TD), len(down_DF))
-    num_rows = max(FEWEST_ROWS, BLOCK_BYTES // (len(gate_up_JD) * x_TD.itemsize))
+    row_bytes = max(len(gate_up_JD), 1) * x_TD.itemsize  # a rank may hold no column
+    num_rows = max(FEWEST_ROWS, BLOCK_BYTES // row_bytes)
     for rows_LD, out_LD in zip(x_TD.split(num_rows), out_TD.split(num_rows), strict=True):
         hidden_LF = kernels.gated(F.linear(rows_LD, gate_up_JD), activation=activation, clamp=clamp)
         torch.mm(hidden_LF, down_DF.T, out=out_LD)
