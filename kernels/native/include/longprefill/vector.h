@@ -45,28 +45,21 @@ LP_INLINE Vec load(const c10::BFloat16* p) {
     const HalfBits bits = *reinterpret_cast<const UnalignedHalfBits*>(p);
     return (Vec)(__builtin_convertvector(bits, UintVec) << 16);
 }
-LP_INLINE void store(c10::BFloat16* p, Vec x) {
-#if defined(__AVX512BF16__)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)x));  // denormals become 0
-#else
+// The nearest bf16, ties to even, in the low half of each lane. The instruction for it would make denormals 0.
+LP_INLINE UintVec bf16_bits(Vec x) {
     const UintVec bits = (UintVec)x;
     const UintVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const UintVec chosen = x == x ? rounded : UintVec{} + 0x7fc0u;
-    *reinterpret_cast<UnalignedHalfBits*>(p) = __builtin_convertvector(chosen, HalfBits);
-#endif
+    return x == x ? rounded : UintVec{} + 0x7fc0u;
+}
+LP_INLINE void store(c10::BFloat16* p, Vec x) {
+    *reinterpret_cast<UnalignedHalfBits*>(p) = __builtin_convertvector(bf16_bits(x), HalfBits);
 }
 
 // What a store of T and a load after it give.
 template <typename T>
 LP_INLINE Vec rounded_to(Vec x) {
     if constexpr (std::is_same_v<T, float>) return x;
-#if defined(__AVX512BF16__)
-    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
-#else
-    T lanes[LANES];
-    store(lanes, x);
-    return load(lanes);
-#endif
+    return (Vec)(bf16_bits(x) << 16);
 }
 
 // The first `count` < LANES elements; the other lanes are 0.
