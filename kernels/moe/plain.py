@@ -9,9 +9,8 @@ import torch
 from torch.nn import functional
 
 from longprefill.kernels.contracts import Routing
+from longprefill.kernels.linear.plain import check_activation, gated
 
-ACTIVATIONS = {"silu": functional.silu, "gelu": functional.gelu}
-"""Gate activations; "gelu" is the exact one, by erf."""
 SCORINGS = ("sigmoid", "softmax")
 
 
@@ -75,9 +74,7 @@ def experts(
     Raises:
         ValueError: unknown activation, or an expert number outside [-1, E).
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}: experts use {' or '.join(ACTIVATIONS)}")
-    act = ACTIVATIONS[activation]
+    check_activation(activation)
     out_dtype = out_dtype or x_TD.dtype
     precision = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
     sum_TD = torch.zeros_like(x_TD, dtype=precision)
@@ -96,10 +93,8 @@ def experts(
         slots_M = order[end : end + count]
         end += count
         tokens_M = slots_M // num_slots
-        gate_MF, up_MF = functional.linear(x_TD[tokens_M], gate_up_EJD[expert]).to(precision).chunk(2, dim=1)
-        if clamp is not None:
-            gate_MF, up_MF = gate_MF.clamp(max=clamp), up_MF.clamp(-clamp, clamp)
-        hidden_MF = (act(gate_MF) * up_MF).to(x_TD.dtype)
+        wide_MJ = functional.linear(x_TD[tokens_M], gate_up_EJD[expert])
+        hidden_MF = gated(wide_MJ, activation=activation, clamp=clamp)
         out_MD = functional.linear(hidden_MF, down_EDF[expert]).to(precision)
         # A token comes once per expert at most: a call adds one summand to a row, and calls follow the experts' order.
         sum_TD.index_add_(0, tokens_M, out_MD.mul_(weights[slots_M, None]))

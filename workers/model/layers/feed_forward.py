@@ -40,6 +40,19 @@ def gated_mlp(
     return out_TD
 
 
+def _on_all_rows(
+    x_SD: torch.Tensor, gate_up_JD: torch.Tensor, down_DF: torch.Tensor, config: DenseConfig | MoeConfig,
+    ctx: StepContext, *, span: str,
+) -> torch.Tensor:  # fmt: skip
+    """`gated_mlp` with the columns of this rank over the rows of its tensor-parallel group; [S, D] of own rows."""
+    x_TD = ctx.gather_rows(x_SD, op="tp_gather")
+    with ctx.tracer.span(span):
+        out_TD = gated_mlp(
+            x_TD, gate_up_JD, down_DF, ctx.kernels.linear, activation=config.activation, clamp=config.activation_clamp
+        )
+    return ctx.scatter_sum(out_TD, op="tp_scatter_sum")
+
+
 class DenseLayer:
     def __init__(self, config: DenseConfig, weights: dict[str, torch.Tensor]) -> None:
         self.config = config
@@ -47,18 +60,8 @@ class DenseLayer:
 
     def forward(self, x_SD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """x are the normed own rows; [S, D]."""
-        config, weights = self.config, self.weights
-        x_TD = ctx.gather_rows(x_SD, op="tp_gather")
-        with ctx.tracer.span("ffn.dense"):
-            out_TD = gated_mlp(
-                x_TD,
-                weights["ffn.gate_up"],
-                weights["ffn.down"],
-                ctx.kernels.linear,
-                activation=config.activation,
-                clamp=config.activation_clamp,
-            )
-        return ctx.scatter_sum(out_TD, op="tp_scatter_sum")
+        weights = self.weights
+        return _on_all_rows(x_SD, weights["ffn.gate_up"], weights["ffn.down"], self.config, ctx, span="ffn.dense")
 
 
 class MoeLayer:
@@ -79,17 +82,8 @@ class MoeLayer:
             out_SW = self._experts(inner_SW, routing, ctx)
             out_SD = out_SW if config.latent_dim is None else F.linear(out_SW, weights["moe.latent_out"])
         if config.shared_intermediate:
-            x_TD = ctx.gather_rows(x_SD, op="tp_gather")
-            with ctx.tracer.span("moe.shared"):
-                shared_TD = gated_mlp(
-                    x_TD,
-                    weights["moe.shared_gate_up"],
-                    weights["moe.shared_down"],
-                    ctx.kernels.linear,
-                    activation=config.activation,
-                    clamp=config.activation_clamp,
-                )
-            out_SD = out_SD + ctx.scatter_sum(shared_TD, op="tp_scatter_sum")
+            gate_up_JD, down_DF = weights["moe.shared_gate_up"], weights["moe.shared_down"]
+            out_SD = out_SD + _on_all_rows(x_SD, gate_up_JD, down_DF, config, ctx, span="moe.shared")
         return out_SD
 
     def _route(self, x_SD: torch.Tensor, ctx: StepContext) -> Routing:
