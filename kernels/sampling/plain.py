@@ -1,4 +1,4 @@
-"""Token sampling by inverse distribution function over the sorted nucleus, in fp64.
+"""Token sampling by inverse distribution function over the nucleus in the order of ids, in fp64.
 
 Legend: V vocabulary.
 """
@@ -36,8 +36,11 @@ def sample(logits_V: torch.Tensor, *, temperature: float, top_p: float, seed: in
     sums_V = weights_V.cumsum(0)
     # Rounding may leave every sum just below top_p of the total: the clamp makes the nucleus end with the vocabulary.
     nucleus = min(int(torch.searchsorted(sums_V, top_p * sums_V[-1])), int((weights_V > 0).sum()) - 1)
-    target = uniform(seed=seed, sample=sample, position=position) * sums_V[nucleus]
-    return int(ids_V[min(int(torch.searchsorted(sums_V, target, right=True)), nucleus)])
+    # By id, so that rounding of logits moves the borders of the draw and never swaps two tokens that are nearly equal.
+    ids_N, order_N = ids_V[: nucleus + 1].sort()
+    sums_N = weights_V[: nucleus + 1][order_N].cumsum(0)
+    target = uniform(seed=seed, sample=sample, position=position) * sums_N[-1]
+    return int(ids_N[min(int(torch.searchsorted(sums_N, target, right=True)), nucleus)])
 
 
 def logprobs(logits_V: torch.Tensor, *, token: int, num_top: int) -> LogProbs:

@@ -6,6 +6,7 @@ Legend: V vocabulary.
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import torch
 
@@ -30,9 +31,11 @@ def sample(logits_V: torch.Tensor, *, temperature: float, top_p: float, seed: in
         if nucleus and (reached >= top_p * total or weight == 0):
             break
         reached += weight
-        nucleus.append((token, reached))
-    target = uniform(seed=seed, sample=sample, position=position) * reached
-    return next((token for token, end in nucleus if end > target), nucleus[-1][0])
+        nucleus.append((token, weight))
+    nucleus.sort()
+    ends = list(accumulate(weight for _, weight in nucleus))
+    target = uniform(seed=seed, sample=sample, position=position) * ends[-1]
+    return next((token for (token, _), end in zip(nucleus, ends, strict=True) if end > target), nucleus[-1][0])
 
 
 def logprobs(logits_V: torch.Tensor, *, token: int, num_top: int) -> LogProbs:

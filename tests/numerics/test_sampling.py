@@ -103,6 +103,22 @@ def test_nucleus_of_equal_tokens_takes_the_lower_ids(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("top_p", [0.6, 1.0])
+def test_rounding_does_not_swap_tokens_that_are_nearly_equal(backend: Any, top_p: float) -> None:
+    """Another batch or step size moves logits by some 1e-6; half of these tokens have a neighbour as near as that."""
+    logits = torch.randn(30, generator=make_generator(5)).repeat_interleave(2)
+    noise = 1e-6 * torch.randn(2, 60, generator=make_generator(6))
+    one, other = (
+        [
+            draw(backend, logits + part, temperature=0.8, top_p=top_p, seed=9, position=position)
+            for position in range(500)
+        ]
+        for part in noise
+    )
+    assert one == other
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_forbidden_tokens_never_come(backend: Any) -> None:
     logits = torch.tensor([-math.inf, 0.0, -math.inf, 0.0, -math.inf])
     drawn = {draw(backend, logits, temperature=9.0, seed=1, position=position) for position in range(100)}
