@@ -62,8 +62,12 @@ def write_snapshot(
         pages = cache.pool.pages(kind.layer, kind.kind)[table]
         tensors[f"pages.{kind.layer}.{kind.kind}"] = pages
     partial = Path(f"{path}.partial")
-    save_file(tensors, partial, metadata=identity.metadata() | {"position": str(state.position)})
-    partial.rename(path)
+    try:
+        save_file(tensors, partial, metadata=identity.metadata() | {"position": str(state.position)})
+        partial.rename(path)
+    except BaseException:  # a full disk is not left fuller
+        partial.unlink(missing_ok=True)
+        raise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from pathlib import Path
 
 from longprefill.orchestrator.controller.core import LOST, Core
@@ -57,27 +58,32 @@ class HandingOff:
         """The job as it stands, as a file that survives the group; False when it could not be written."""
         core = self._core
         assert group.link is not None
-        path = core.journal.snapshots / f"{job.row.id}-{job.row.num_steps}.safetensors"
+        path = core.journal.snapshots / f"{job.row.id}-{secrets.token_hex(4)}.safetensors"
         try:
             done: ExportOutcome = await group.link.call(
                 "export_job", job.number, str(path), deadline_s=EXPORT_DEADLINE_S
             )
-        except LOST:
-            raise
-        except UserError as error:
+        except BaseException as error:  # an answer that is lost or not waited for leaves a file that no job names
+            self._discard(path)
+            if not isinstance(error, UserError) or isinstance(error, LOST):
+                raise
             core.metrics.failures.labels("snapshot").inc()
             logger.warning("job %s: no snapshot: %s", job.row.id, error)
             return False
         if job.is_ended or job.group is not group:
-            path.unlink(missing_ok=True)
+            self._discard(path)
             return False
         before = job.row.snapshot
         columns = {"snapshot": str(path), "snapshot_position": done.position}
         core.refresh(job, core.journal.update(job.number, **columns))
         if before is not None and before != str(path):
-            with contextlib.suppress(OSError):
-                Path(before).unlink()
+            self._discard(Path(before))
         return True
+
+    @staticmethod
+    def _discard(path: Path) -> None:
+        with contextlib.suppress(OSError):  # the journal's sweep comes again
+            path.unlink()
 
     async def _run(self, job: LiveJob) -> None:
         core = self._core

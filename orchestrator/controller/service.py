@@ -28,7 +28,7 @@ from longprefill.orchestrator.controller import admission
 from longprefill.orchestrator.controller.contract import Busy, ClusterView, Conflict, NotReady, Readiness, Submission
 from longprefill.orchestrator.controller.core import Core
 from longprefill.orchestrator.controller.generating import Generating
-from longprefill.orchestrator.controller.handing_off import HandingOff
+from longprefill.orchestrator.controller.handing_off import EXPORT_DEADLINE_S, HandingOff
 from longprefill.orchestrator.controller.keeping import Keeping
 from longprefill.orchestrator.controller.links import HostDirectory
 from longprefill.orchestrator.controller.live import LiveJob
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
 RETIRE_EVERY_S = 10.0
+SNAPSHOT_HEARD_S = 2 * EXPORT_DEADLINE_S
+"""So old is no file whose export is still waited for."""
 JOURNAL_RETRY_S = 1.0
 MAX_WAIT_S = 60.0
 MAX_LISTED = 1001
@@ -162,6 +164,7 @@ class ControllerService:
                 gone = core.journal.retire(keep_jobs=service.keep_finished_jobs, keep_s=service.keep_finished_s)
                 core.traces.remove(gone)
                 with contextlib.suppress(OSError):
+                    core.journal.sweep_snapshots(SNAPSHOT_HEARD_S)
                     size = (core.journal.directory / FILE_NAME).stat().st_size
                     core.metrics.journal_bytes.set(size)
 

@@ -105,7 +105,8 @@ class Journal(JournalReader):
         try:
             epoch = _prepare(connection)
             journal = cls(directory, connection, epoch)
-            journal._sweep()
+            journal.prompts.sweep({row.id for row in journal.unfinished()})
+            journal.sweep_snapshots()
         except (OSError, sqlite3.Error, JournalError) as error:
             connection.close()
             raise JournalError(f"{directory / FILE_NAME} cannot be used: {_why(error)}") from error
@@ -252,6 +253,16 @@ class Journal(JournalReader):
                     Path(row["snapshot"]).unlink()
         return [row["id"] for row in rows]
 
+    def sweep_snapshots(self, min_age_s: float = 0.0) -> None:
+        """Removes files that no job names: what a group wrote while it was given up, whole or in part. `min_age_s`
+        spares those whose writer has yet to be heard."""
+        named = {row["snapshot"] for row in self._rows("SELECT snapshot FROM jobs WHERE snapshot IS NOT NULL")}
+        newest = time.time() - min_age_s
+        for path in self.snapshots.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if str(path) not in named and path.stat().st_mtime <= newest:
+                    path.unlink()
+
     # ---- transactions --------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -313,13 +324,6 @@ class Journal(JournalReader):
                 (at, kind, json.dumps(data), number),
             )
 
-    def _sweep(self) -> None:
-        """Prompts of jobs that were not accepted or have ended, snapshots that no job names."""
-        self.prompts.sweep({row.id for row in self.unfinished()})
-        named = {row["snapshot"] for row in self._rows("SELECT snapshot FROM jobs WHERE snapshot IS NOT NULL")}
-        for path in self.snapshots.iterdir():
-            if str(path) not in named:
-                path.unlink(missing_ok=True)
 
 
 def _prepare(connection: sqlite3.Connection) -> int:

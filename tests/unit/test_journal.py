@@ -199,6 +199,19 @@ def test_orphans_are_swept_and_prompts_kept(tmp_path: Path) -> None:
     np.testing.assert_array_equal(journal.prompts.read("live"), PROMPT)
 
 
+def test_snapshots_that_no_job_names_are_swept_when_nobody_can_wait_for_them(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    names = ["named", "orphan", "half.partial", "fresh"]
+    for name in names:
+        (tmp_path / "snapshots" / name).write_bytes(b"x")
+    for name in names[:3]:
+        os.utime(tmp_path / "snapshots" / name, times=(1e9, 1e9))
+    number = accept(journal, "j").number
+    journal.update(number, snapshot=str(tmp_path / "snapshots" / "named"), snapshot_position=64)
+    journal.sweep_snapshots(min_age_s=600)
+    assert sorted(path.name for path in (tmp_path / "snapshots").iterdir()) == ["fresh", "named"]
+
+
 def test_old_jobs_go_with_their_tokens(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     for place in range(6):

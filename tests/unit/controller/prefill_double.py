@@ -53,6 +53,7 @@ class PrefillDouble(HostDouble):
         self.outcomes: dict[int, StepOutcome] = {}
         self.running: tuple[int, tuple[Slice, ...]] | None = None
         self.fails_next_step: str | None = None
+        self.dies_after_export = False
         self.last_step = 0
         self.lock = asyncio.Lock()
 
@@ -164,6 +165,8 @@ class PrefillDouble(HostDouble):
         if self.cluster.is_disk_full:
             raise UserError("no room")
         Path(path).write_text(json.dumps({"position": self._opened(job).position}))
+        if self.dies_after_export:
+            self.cluster.kill(self.name)
         return ExportOutcome(path=path, position=self._opened(job).position, num_bytes=1, seconds=0.0)
 
     async def close_job(self, job: int) -> None:

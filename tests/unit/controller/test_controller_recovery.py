@@ -211,6 +211,29 @@ def test_snapshots_save_the_steps_before_them(config: ServiceConfig, cluster: Cl
     run(work())
 
 
+def test_a_snapshot_whose_answer_was_lost_is_not_used_and_not_left(
+    config: ServiceConfig, cluster: ClusterDouble
+) -> None:
+    """Also where its job has an earlier one."""
+    saving = replace(config, scheduler=SchedulerSection(snapshot_every_s=0.1))
+    saving = replace(saving, prefill=(replace(config.prefill[0], count=1, max_tokens=4096),))
+    folder = Path(saving.service.state_dir) / "snapshots"
+
+    async def work() -> None:
+        async with controller(saving, cluster) as service:
+            job = (await service.submit(request(2), prompt(1600))).job
+            await until(lambda: any(folder.iterdir()))
+            host = cluster.hosts["prefill-0"]
+            assert isinstance(host, PrefillDouble)
+            host.dies_after_export = True
+            view = await ended(service, job)
+            assert (view.state, view.num_attempts) == (JobState.DONE, 2)
+            assert cluster.opened[-1][2] in (640, 704)  # the first: the lost one is twice as far
+            assert list(folder.iterdir()) == []
+
+    run(work())
+
+
 def test_an_older_controller_is_shut_out_and_ends(config: ServiceConfig, cluster: ClusterDouble) -> None:
     async def work() -> None:
         with contextlib.suppress(StaleEpoch, StaleJournal):
