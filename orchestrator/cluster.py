@@ -12,6 +12,7 @@ Workers are kept between jobs. Leaving the block ends every process it started.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import signal
 import threading
 import time
@@ -93,8 +94,9 @@ class LocalCluster:
         started = time.perf_counter()
         settings = self.settings
         try:
+            # torch takes seconds to load, and Ray to start
+            threading.Thread(target=_load_torch, name="load torch").start()
             self._ray.start(settings.num_ranks + 1, worker_environment(settings.threads_per_rank))
-            # imported here: it loads torch, while Ray's workers start
             from longprefill.orchestrator.local_workers import LocalWorkers
 
             self._workers = LocalWorkers(settings, self.config, self.fingerprint, has_decode=self._has_decode)
@@ -338,6 +340,11 @@ class LocalCluster:
             for result in results:
                 result.handoff = self._workers.finish_handoff(result.job)
         return results
+
+
+def _load_torch() -> None:
+    with contextlib.suppress(ImportError):  # whoever needs it says what is missing
+        importlib.import_module("torch")
 
 
 @contextlib.contextmanager

@@ -187,6 +187,11 @@ def set_ray_environment() -> None:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         # else Ray's head keeps a record of every call, some kilobytes each, that only its own dashboard shows
         "RAY_task_events_report_interval_ms": "0",
+        # workers inherit an environment of their own, so one started in advance is of no use; those that are wanted
+        # start all at once, not two by two
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_worker_prestart": "0",
+        "RAY_worker_maximum_startup_concurrency": "64",
         # with a token given, Ray neither reads nor writes one under HOME, which may not be writable
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
     }

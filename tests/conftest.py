@@ -66,6 +66,12 @@ def floats_stay_floats() -> Iterator[None]:
         pytest.fail("the test left denormals flushed: workers/prefill.py flushes them for the length of a step")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start Ray go first, all to one of two processes, while the other has the rest: last they would run
+    alone, and side by side they would take each other's cores."""
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
 def bare_modules() -> list[str]:
     """Modules of this checkout that were imported without `longprefill.` in front: second copies with own globals."""
     found = []

@@ -325,7 +325,6 @@ class Journal(JournalReader):
             )
 
 
-
 def _prepare(connection: sqlite3.Connection) -> int:
     """Settings, schema and a new epoch."""
     connection.row_factory = sqlite3.Row
