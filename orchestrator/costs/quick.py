@@ -12,8 +12,9 @@ from longprefill.partition.generators import LayoutKind
 from longprefill.partition.layout import Slice
 from longprefill.partition.shapes import ModelShape
 
-GRID_TOKENS = 512
-"""Work of a prompt's first tokens is counted on multiples of this: linear in between is off by less than 1e-4."""
+GRID_TOKENS, GRID_POWER = 512, 7
+"""Work of a prompt's first tokens is counted on multiples of the first, far out of a 2^7th of the power of two below:
+linear in between is off by less than 1e-4."""
 START_TOKENS, LEAST_TOKENS = 65_536, 1024
 """Balance, waiting and exchanges are counted from 0 and doublings of the first, for lengths from the second on."""
 
@@ -54,6 +55,10 @@ class QuickCosts:
         shortest = LEAST_TOKENS.bit_length() - 1
         for mesh in meshes:
             kinds: tuple[LayoutKind, ...] = ("zigzag", "contiguous") if mesh.cp > 1 else ("zigzag",)
+            border = 0
+            while border < longest_tokens:
+                border += _grid(border)
+                self._up_to(border, mesh.tp)
             for start in sorted({_start(position) for position in range(0, longest_tokens, START_TOKENS)}):
                 for power in range(shortest, max((longest_tokens - start - 1).bit_length(), shortest) + 1):
                     for kind in kinds if start else kinds[:1]:
@@ -71,14 +76,16 @@ class QuickCosts:
         return self._between(end, num_tp) - self._between(start, num_tp) + start * self._expansion(num_tp)
 
     def _between(self, num_tokens: int, num_tp: int) -> float:
-        cell, rest = divmod(num_tokens, GRID_TOKENS)
-        below_s = self._up_to(cell, num_tp)
-        return below_s + rest / GRID_TOKENS * (self._up_to(cell + 1, num_tp) - below_s) if rest else below_s
+        width = _grid(num_tokens)
+        rest = num_tokens % width
+        below = num_tokens - rest
+        below_s = self._up_to(below, num_tp)
+        return below_s + rest / width * (self._up_to(below + width, num_tp) - below_s) if rest else below_s
 
-    def _work_up_to(self, cell: int, num_tp: int) -> float:
-        if not cell:
+    def _work_up_to(self, num_tokens: int, num_tp: int) -> float:
+        if not num_tokens:
             return 0.0
-        piece = Slice(job=0, start=0, end=cell * GRID_TOKENS)
+        piece = Slice(job=0, start=0, end=num_tokens)
         return self._costs(Mesh(cp=1, tp=num_tp)).step([piece], "zigzag").max_work_s
 
     def _expansion_of(self, num_tp: int) -> float:
@@ -108,6 +115,11 @@ def _coarse(slices: Sequence[Slice]) -> Spans:
     start = _start(sum(piece.start for piece in slices) // len(slices))
     mean = -(-sum(piece.num_tokens for piece in slices) // len(slices))
     return ((start, start + max(LEAST_TOKENS, 1 << (mean - 1).bit_length())),) * number
+
+
+def _grid(position: int) -> int:
+    """Tokens between two counts of work around a position."""
+    return max(GRID_TOKENS, 1 << max(position.bit_length() - 1 - GRID_POWER, 0))
 
 
 def _start(position: int) -> int:
