@@ -163,6 +163,19 @@ class StepOptions:
     is_expert_parallel: bool = False
 
 
+Shapes = dict[str, tuple[tuple[str, int | str], ...]]
+"""Dimensions by operation."""
+Works = dict[LayerShape, dict[str, _Group]]
+"""Seconds of each chosen rank for each group of a layer's operations."""
+
+
+class _Counted:
+    """The works of the layout that was asked for last: they are the same whatever the links are."""
+
+    layout: Layout | None = None
+    works: Works
+
+
 class StepCosts:
     """Costs of steps of one model (as one tensor-parallel rank holds it) on one placement."""
 
@@ -174,6 +187,7 @@ class StepCosts:
         rates = {id(profile): Rates(profile, copies) for profile in placement.profiles}
         self._rates = [rates[id(profile)] for profile in placement.profiles]
         self._layers = Counter(model.layers)
+        self._last = _Counted()
 
     def on(self, placement: Placement) -> StepCosts:
         """The same ranks with other links between them."""
@@ -195,11 +209,13 @@ class StepCosts:
             ProfileError: a rate that the step needs is not known.
         """
         layout = _layout(kind, tuple(slices), self.placement.cp)
-        return _Step(self, layout, num_ending).time()
+        if self._last.layout is not layout:
+            self._last.layout, self._last.works = layout, {}
+        return _Step(self, layout, num_ending, self._last.works).time()
 
     def layer_seconds(self, slices: Sequence[Slice]) -> dict[LayerShape, float]:
         """Work of the fullest rank in each kind of layer, without exchanges and Attention Residuals."""
-        step = _Step(self, generate("contiguous", slices, self.placement.cp), 0)
+        step = _Step(self, generate("contiguous", slices, self.placement.cp), 0, {})
         return {layer: step.work_s(layer) + self.placement.profiles[0].overheads.layer_s for layer in self._layers}
 
     def operation_seconds(self, rank: int, operation: Operation, shape: tuple[tuple[str, int | str], ...]) -> float:
@@ -220,25 +236,26 @@ class StepCosts:
         return tuple(first.setdefault(layer, number) for number, layer in enumerate(self.model.layers))
 
     @cached_property
-    def shapes(self) -> dict[tuple[str, LayerShape], tuple[tuple[str, int | str], ...]]:
+    def shapes(self) -> dict[LayerShape, Shapes]:
         """Dimensions of every operation of every kind of layer, sorted."""
         return {
-            (name, layer): tuple(sorted(operation_shape(name, layer, self.model).items()))
+            layer: {name: tuple(sorted(operation_shape(name, layer, self.model).items())) for name in PARTS}
             for layer in self._layers
-            for name in PARTS
         }
 
 
 class _Step:
     """One step while it is being added up."""
 
-    def __init__(self, costs: StepCosts, layout: Layout, num_ending: int) -> None:
+    def __init__(self, costs: StepCosts, layout: Layout, num_ending: int, works: Works) -> None:
+        """`works`: as far as they are known; more are added."""
         self.costs = costs
         self.layout = layout
         self.num_ending = num_ending
         self.ranks = _chosen(layout)
         self.exchanges = ExchangeCosts(layout, costs.model, costs.placement)
         self.clocks = _Clocks([0.0] * len(self.ranks))
+        self._works = works
         self._layers: dict[tuple[float, ...], _Clocks] = {}
         self._mixing: dict[int, _Group] = {}
 
@@ -246,7 +263,7 @@ class _Step:
         costs, clocks = self.costs, self.clocks
         overheads = costs.placement.profiles[0].overheads
         embed, head = edge_operations(self.layout, costs.model, costs.placement.tp, self.num_ending)
-        first = costs.model.layers[0]
+        first = costs.shapes[costs.model.layers[0]]
         clocks.run(_Group([self._seconds(rank, (embed,), first) for rank in self.ranks]))
         for kind, sources in zip(costs.kinds, costs.sources, strict=False):
             self._run_layer(kind)
@@ -327,7 +344,7 @@ class _Step:
         if not sources:
             return
         if sources not in self._mixing:
-            model, first = self.costs.model, self.costs.model.layers[0]
+            model, first = self.costs.model, self.costs.shapes[self.costs.model.layers[0]]
             mixing: dict[int, Operation] = {}
             found: list[Seconds] = []
             for rank in self.ranks:
@@ -344,22 +361,19 @@ class _Step:
         if known is None:
             place = LayerPlace(exchange=self.costs.options.exchange, num_tp=self.costs.placement.tp)
             works = layer_operations(self.layout, layer, self.costs.model, place, self.ranks)
+            shapes = self.costs.shapes[layer]
+            ranked = list(zip(self.ranks, works, strict=True))
             known = {
-                name: _Group([self._seconds(r, _group(w, name), layer) for r, w in zip(self.ranks, works, strict=True)])
+                name: _Group([self._seconds(rank, _group(work, name), shapes) for rank, work in ranked])
                 for name in ("before", "beside", "after", "route", "ffn")
             }
             self._works[layer] = known
         return known
 
-    @cached_property
-    def _works(self) -> dict[LayerShape, dict[str, _Group]]:
-        return {}
-
-    def _seconds(self, rank: int, operations: Sequence[Operation], layer: LayerShape) -> Seconds:
+    def _seconds(self, rank: int, operations: Sequence[Operation], shapes: Shapes) -> Seconds:
         found: Seconds = defaultdict(float)
         for operation in operations:
-            shape = self.costs.shapes[operation.name, layer]
-            found[PARTS[operation.name]] += self.costs.operation_seconds(rank, operation, shape)
+            found[PARTS[operation.name]] += self.costs.operation_seconds(rank, operation, shapes[operation.name])
         return found
 
     def _longest_scan(self, work: Mapping[str, _Group]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from longprefill.orchestrator.costs.placement import Placement
@@ -53,8 +54,9 @@ def crossovers(evaluator: Evaluator, best: Estimate) -> Crossovers:
     pays = efficient = contiguous = looked_at = even = None
     with suppress(ProfileError):
         if slots >= wide.cp:
-            pays = _first_length(lambda tokens: _speed_up(evaluator, wide, tokens) > 1.0)
-            efficient = _first_length(lambda tokens: _speed_up(evaluator, wide, tokens) >= wide.cp / 2)
+            speed_up = cache(lambda tokens: _speed_up(evaluator, wide, tokens))
+            pays = _first_length(lambda tokens: speed_up(tokens) > 1.0)
+            efficient = _first_length(lambda tokens: speed_up(tokens) >= wide.cp / 2)
     with suppress(ProfileError):
         if candidate.cp > 1 and candidate.step_tokens >= 2 * candidate.cp * PAGE_TOKENS:
             contiguous, looked_at = _contiguous_from(evaluator, candidate)
