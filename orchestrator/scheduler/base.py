@@ -38,8 +38,9 @@ class Policy(ABC):
         return
 
     @abstractmethod
-    def keys(self, table: JobTable, now: float, slots: np.ndarray) -> np.ndarray:
-        """One number for each of the slots; the smallest goes first, ties to the earlier arrival, then the lower id."""
+    def keys(self, table: JobTable, now: float, slots: np.ndarray | slice) -> np.ndarray:
+        """One number for each of the slots, or of the first ones, free ones among them; the smallest goes first, ties
+        to the earlier arrival, then the lower id."""
 
     def pick(self, table: JobTable, now: float, num_units: int, eligible: np.ndarray) -> Pick | None:
         """The next of the eligible slots ([table.end] bool), None when there is none."""
@@ -60,14 +61,13 @@ class Policy(ABC):
 
     def first(self, table: JobTable, now: float, eligible: np.ndarray) -> int | None:
         """The eligible slot with the smallest key; ties by arrival, then job number, so that slots never matter."""
-        slots = eligible.nonzero()[0]
-        if len(slots) < 2:
-            return int(slots[0]) if len(slots) else None
-        keys = self.keys(table, now, slots)
-        best = (keys == keys.min()).nonzero()[0]
-        if len(best) == 1:
-            return int(slots[best[0]])
-        tied = slots[best]
+        if not eligible.any():
+            return None
+        # whole columns are read faster than the eligible slots of each
+        keys = np.where(eligible, self.keys(table, now, slice(0, len(eligible))), inf)
+        tied = ((keys == keys.min()) & eligible).nonzero()[0]
+        if len(tied) == 1:
+            return int(tied[0])
         return int(tied[np.lexsort((table.numbers[tied], table.arrival_s[tied]))[0]])
 
 

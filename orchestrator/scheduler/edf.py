@@ -14,6 +14,6 @@ DEFAULT_STRETCH = 5.0
 class Edf(Policy):
     name = "edf"
 
-    def keys(self, table: JobTable, now: float, slots: np.ndarray) -> np.ndarray:
+    def keys(self, table: JobTable, now: float, slots: np.ndarray | slice) -> np.ndarray:
         implied_s = table.arrival_s[slots] + DEFAULT_STRETCH * table.isolated_s[slots] / table.weight[slots]
         return np.minimum(table.deadline_s[slots], implied_s)

@@ -11,5 +11,5 @@ from longprefill.orchestrator.scheduler.table import JobTable
 class Fcfs(Policy):
     name = "fcfs"
 
-    def keys(self, table: JobTable, now: float, slots: np.ndarray) -> np.ndarray:
+    def keys(self, table: JobTable, now: float, slots: np.ndarray | slice) -> np.ndarray:
         return table.arrival_s[slots]

@@ -76,14 +76,14 @@ class Guarded(Policy):
     def leave(self, table: JobTable, slot: int) -> None:
         self._order = self._order[self._order != slot]
 
-    def keys(self, table: JobTable, now: float, slots: np.ndarray) -> np.ndarray:
+    def keys(self, table: JobTable, now: float, slots: np.ndarray | slice) -> np.ndarray:
         remaining_s = table.remaining_s[slots]
         keys = remaining_s / table.weight[slots]
         documents = (table.tokens[slots] >= self.settings.document_tokens).nonzero()[0]
         if len(documents):
-            slots, remaining_s = slots[documents], remaining_s[documents]
+            slots = documents if isinstance(slots, slice) else slots[documents]
             whole_s = np.maximum(table.latest_s[slots] - table.arrival_s[slots] - table.isolated_s[slots], 1e-9)
-            left_s = np.maximum(table.latest_s[slots] - now - remaining_s, 0.0)
+            left_s = np.maximum(table.latest_s[slots] - now - remaining_s[documents], 0.0)
             keys[documents] *= np.minimum(left_s / whole_s, 1.0)
         return keys
 

@@ -11,5 +11,5 @@ from longprefill.orchestrator.scheduler.table import JobTable
 class Srpt(Policy):
     name = "srpt"
 
-    def keys(self, table: JobTable, now: float, slots: np.ndarray) -> np.ndarray:
+    def keys(self, table: JobTable, now: float, slots: np.ndarray | slice) -> np.ndarray:
         return table.remaining_s[slots] / table.weight[slots]

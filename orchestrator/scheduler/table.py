@@ -20,7 +20,7 @@ class JobTable:
     Columns (float64 [J] unless said): remaining_s and isolated_s on one unit; step_s of the next step; arrival_s;
     deadline_s as asked; latest_s by the policy; weight (priority times the tenant's claim); need_bytes: cache memory
     still to reserve, 0 once started; tokens and numbers (of the jobs) [J] int64; is_ready [J] bool: queued, not in a
-    step. Free slots are not ready and have nothing left.
+    step. Free slots are not ready, have nothing left and a weight above 0.
     """
 
     COLUMNS = (
@@ -36,7 +36,7 @@ class JobTable:
 
     def __init__(self) -> None:
         for name in self.COLUMNS:
-            setattr(self, name, np.zeros(FIRST_SLOTS))
+            setattr(self, name, np.full(FIRST_SLOTS, float(name == "weight")))
         self.tokens = np.zeros(FIRST_SLOTS, dtype=np.int64)
         self.numbers = np.zeros(FIRST_SLOTS, dtype=np.int64)
         self.is_ready = np.zeros(FIRST_SLOTS, dtype=bool)
@@ -112,6 +112,6 @@ class JobTable:
         old = len(self.jobs)
         for name in (*self.COLUMNS, "tokens", "numbers", "is_ready"):
             column = getattr(self, name)
-            setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+            setattr(self, name, np.concatenate([column, np.full_like(column, name == "weight")]))
         self.jobs += [None] * old
         self._free += range(2 * old - 1, old - 1, -1)
