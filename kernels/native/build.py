@@ -46,6 +46,7 @@ BASE_FLAGS = (
 
 LINK_FLAGS = ("-shared", "-fopenmp", "-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL")
 _INCLUDE_LINE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+UNITS = 4
 OUTPUT_LINES = 20
 """How much of a failed compiler's output the error repeats."""
 
@@ -85,7 +86,7 @@ def build(isa: str | None = None) -> Path:
     with _locked(folder / f"{library.stem}.lock"):
         if not library.exists():
             started = time.monotonic()
-            logger.info("building the %s kernels with %s (once; one to three minutes)", isa, compiler)
+            logger.info("building the %s kernels with %s (once; about a minute)", isa, compiler)
             _compile_and_link(library, isa, torch, command, compiler)
             logger.info("built %s in %.0f s", library, time.monotonic() - started)
     return library
@@ -94,6 +95,14 @@ def build(isa: str | None = None) -> Path:
 def sources() -> list[Path]:
     """Translation units, in a fixed order."""
     return sorted(KERNELS.glob("*/cpu_src/*.cpp"))
+
+
+def units() -> list[list[Path]]:
+    """The translation units in at most UNITS groups, each compiled as one: two thirds of a unit's time are torch's
+    headers. So the names in their anonymous namespaces differ."""
+    found = sources()
+    number = min(UNITS, len(found))
+    return [found[len(found) * n // number : len(found) * (n + 1) // number] for n in range(number)]
 
 
 def headers() -> list[Path]:
@@ -172,15 +181,19 @@ def _compile_and_link(library: Path, isa: str, torch: Torch, command: Sequence[s
     objects = library.parent / "objects"
     objects.mkdir(exist_ok=True)
 
-    def compiled(source: Path) -> Path:
-        target = objects / f"{source.stem}-{isa}-{_digest([*common, *_texts(source)])}.o"
+    def compiled(unit: list[Path]) -> Path:
+        texts = [text for source in unit for text in _texts(source)]
+        target = objects / f"{unit[0].stem}-{isa}-{_digest([*common, *texts])}.o"
         if not target.exists():
-            with _replacing(target) as unfinished:
-                _run([*command, *flags, "-c", str(source), "-o", str(unfinished)], f"compiling {source.name} for {isa}")
+            with _replacing(target) as unfinished, tempfile.TemporaryDirectory() as folder:
+                joined = Path(folder) / f"{unit[0].stem}.cpp"
+                joined.write_text("".join(f'#include "{source}"\n' for source in unit), encoding="utf-8")
+                names = ", ".join(source.name for source in unit)
+                _run([*command, *flags, "-c", str(joined), "-o", str(unfinished)], f"compiling {names} for {isa}")
         return target
 
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        compiled_objects = list(pool.map(compiled, sources()))
+        compiled_objects = list(pool.map(compiled, units()))
     libraries = ["-L" + str(torch.folder / "lib"), "-ltorch_cpu", "-lc10"]
     with _replacing(library) as unfinished:
         _run(

@@ -110,16 +110,17 @@ class Guarded(Policy):
     def room_s(self, table: JobTable, now: float, num_units: int, slots: Sequence[int]) -> float:
         """Every one of them ends with the step; the others that are promised before their last are put off by it. What
         nothing can keep any more limits nothing."""
-        order, is_member = self._order, np.zeros(table.end, dtype=bool)
-        is_member[np.asarray(slots)] = True
-        reach = int(is_member[order].nonzero()[0][-1]) + 1
-        order, is_member = order[:reach], is_member[order[:reach]]
-        own_s = table.remaining_s[order]
-        before_s = np.maximum(np.cumsum(np.where(is_member, 0.0, own_s)) / num_units, own_s)
-        slack_s = table.latest_s[order] - now - np.where(is_member, 0.0, before_s)
-        margin_s = MARGIN * abs(now)
-        is_kept = slack_s >= np.where(is_member, own_s, 0.0) - margin_s
-        return float(slack_s[is_kept].min(initial=inf)) - margin_s
+        members, margin_s = np.asarray(slots), MARGIN * abs(now)
+        slack_s = table.latest_s[members] - now
+        room_s = slack_s[slack_s >= table.remaining_s[members] - margin_s].min(initial=inf)
+        is_member = np.zeros(table.end, dtype=bool)
+        is_member[members] = True
+        latest_s = table.latest_s[self._order]
+        reach = int(np.searchsorted(latest_s, table.latest_s[members].max(), side="right"))
+        is_other = ~is_member[self._order[:reach]]
+        own_s = table.remaining_s[self._order[:reach][is_other]]
+        slack_s = latest_s[:reach][is_other] - now - np.maximum(np.cumsum(own_s) / num_units, own_s)
+        return float(min(room_s, slack_s[slack_s >= -margin_s].min(initial=inf))) - margin_s
 
     def _promise_s(self, num_tokens: int, first_come_s: float, own_s: float) -> float:
         """Seconds from arrival to the promise; never below `first_come_s`."""

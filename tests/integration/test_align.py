@@ -54,6 +54,7 @@ def test_a_mesh_agrees_with_one_rank(model: Path, tmp_path: Path) -> None:
     assert all(row["rms"] <= 1e-5 and not row["problem"] for row in document["rows"])
 
 
+@pytest.mark.extended
 def test_a_changed_weight_is_named(model: Path, tmp_path: Path) -> None:
     """Against a twin whose layer 2 has another output projection: exit 1, and the table goes to standard error where
     the document goes to standard output."""
@@ -90,6 +91,7 @@ def test_bf16_and_quantized_caches_within_the_rule(model: Path, tmp_path: Path) 
     assert paths["fp8", "bf16"]["recall_by_layer"]["1"] == 1.0 > paths["bf16", "mxfp8"]["recall_by_layer"]["1"]
 
 
+@pytest.mark.extended
 def test_a_grid_and_a_job_that_changes_meshes(model: Path, tmp_path: Path) -> None:
     report = tmp_path / "grid.json"
     plan = ("--meshes", "2x1,1x2", "--lengths", "1,400", "--steps", "128,whole")

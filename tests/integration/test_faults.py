@@ -109,10 +109,10 @@ def to_terminal(command: Command, number: int) -> None:
 @pytest.mark.parametrize(
     ("title", "number", "send"),
     [
-        ("gcs_server", signal.SIGINT, to_command),
+        pytest.param("gcs_server", signal.SIGINT, to_command, marks=pytest.mark.extended),
         ("raylet/raylet", signal.SIGTERM, to_command),
-        ("ray::PrefillWorker", signal.SIGINT, to_terminal),
-        ("ray::PrefillWorker.run_step", signal.SIGTERM, to_command),
+        pytest.param("ray::PrefillWorker", signal.SIGINT, to_terminal, marks=pytest.mark.extended),
+        pytest.param("ray::PrefillWorker.run_step", signal.SIGTERM, to_command, marks=pytest.mark.extended),
         ("ray::PrefillWorker.run_step", signal.SIGINT, to_terminal),
     ],
 )
@@ -129,6 +129,7 @@ def test_interrupts(
         command.assert_nothing_left()
 
 
+@pytest.mark.extended
 def test_interrupt_of_a_generation(long_generation: list[object]) -> None:
     with running(long_generation) as command:
         assert command.process.stdout is not None
@@ -140,6 +141,7 @@ def test_interrupt_of_a_generation(long_generation: list[object]) -> None:
         command.assert_nothing_left()
 
 
+@pytest.mark.extended
 def test_a_reader_that_leaves(long_generation: list[object]) -> None:
     """`longprefill run ... | head -c 1` ends, without a word."""
     with running(long_generation) as command:

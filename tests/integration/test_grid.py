@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.extended, pytest.mark.timeout(600)]
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "verify_grid"
 TOLERANCE = 1e-5
 TOO_STRICT = 1e-9

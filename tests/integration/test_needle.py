@@ -38,6 +38,7 @@ def test_bench_needle_writes_figures_and_pictures(tmp_path: Path) -> None:
     assert outputs[2].read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.extended
 def test_a_document_with_facts_over_every_cut_is_asked(tmp_path: Path) -> None:
     command = [
         sys.executable, ROOT / "scripts" / "ask_needles", "--tokens", "8192", "--step-tokens", "4096", "--cp", "2",

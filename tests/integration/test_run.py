@@ -191,7 +191,7 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PROMPT = random_tokens(500, seed=5)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.extended)])
 def kimi_run(request: pytest.FixtureRequest, kimi: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The prompt comes another way each time: standard input, .json, .ids."""
     directory = tmp_path_factory.mktemp("kimi")

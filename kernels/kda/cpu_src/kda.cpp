@@ -28,8 +28,6 @@ Memory allocate(int64_t floats) {
     return Memory(memory);
 }
 
-int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
-
 struct Shape {
     int64_t num_tokens, heads, key_heads, num_keys, num_values, padded_keys, value_panels;
 

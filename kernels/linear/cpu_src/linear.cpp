@@ -9,8 +9,6 @@
 namespace longprefill {
 namespace {
 
-constexpr int64_t GRAIN_ELEMENTS = 1 << 15;
-
 // [T, F] of [T, 2 F], gate first: silu(min(gate, limit)) * clamp(up, -limit, limit), one rounding at the end.
 at::Tensor gated_silu(const at::Tensor& gate_up, double clamp) {
     check_rows_contiguous(gate_up, "gate_up");
@@ -39,7 +37,7 @@ at::Tensor gated_silu(const at::Tensor& gate_up, double clamp) {
 
 #if defined(LONGPREFILL_AMX)
 
-constexpr int64_t BLOCK = 64;  // rows of x
+constexpr int64_t BLOCK_ROWS = 64;  // rows of x
 
 // fp32 [T, E] of bf16 x [T, D] and weight [E, D], D a multiple of 32: products of bf16 numbers are exact in fp32.
 at::Tensor linear_fp32(const at::Tensor& x, const at::Tensor& weight) {
@@ -58,21 +56,21 @@ at::Tensor linear_fp32(const at::Tensor& x, const at::Tensor& weight) {
     }
     at::Tensor out = at::empty({num_rows, num_out}, x.options().dtype(at::kFloat));
     float* out_data = out.mutable_data_ptr<float>();
-    at::parallel_for(0, (num_rows + BLOCK - 1) / BLOCK, 4, [&](int64_t first, int64_t last) {
+    at::parallel_for(0, (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS, 4, [&](int64_t first, int64_t last) {
         const AmxProducts release;
-        const Buffer<float> products(BLOCK * columns);
+        const Buffer<float> products(BLOCK_ROWS * columns);
         for (int64_t block = first; block < last; ++block) {
-            const int64_t begin = block * BLOCK, count = std::min(BLOCK, num_rows - begin);
+            const int64_t begin = block * BLOCK_ROWS, count = std::min(BLOCK_ROWS, num_rows - begin);
             const Bf16* rows = x_data + begin * x.stride(0);
             int64_t stride = x.stride(0);
             Buffer<Bf16> rest;
-            if (count < BLOCK) {  // one shape only
-                rest = Buffer<Bf16>::zeros(BLOCK * depth);
+            if (count < BLOCK_ROWS) {  // one shape only
+                rest = Buffer<Bf16>::zeros(BLOCK_ROWS * depth);
                 for (int64_t t = 0; t < count; ++t)
                     std::memcpy(static_cast<void*>(rest.get() + t * depth), rows + t * stride, depth * sizeof(Bf16));
                 rows = rest.get(), stride = depth;
             }
-            amx_multiply(BLOCK, columns, depth, rows, stride, packed.get(), columns, products.get(), columns, false);
+            amx_multiply(BLOCK_ROWS, columns, depth, rows, stride, packed.get(), columns, products.get(), columns, false);
             for (int64_t t = 0; t < count; ++t)
                 std::memcpy(out_data + (begin + t) * num_out, products.get() + t * columns, num_out * sizeof(float));
         }

@@ -24,7 +24,7 @@ namespace {
 constexpr int64_t QUERIES = 64, KEYS = 512;  // of a block
 constexpr int64_t SPAN = 4096;                // keys whose rows are packed at a time
 
-struct Shape {
+struct MlaShape {
     int64_t queries, heads, nope, rope, rank, value, start;
     int64_t padded_nope, padded_rope, padded_rank, padded_value, padded_queries;
 
@@ -43,7 +43,7 @@ void copy_rows(const Bf16* from, int64_t from_row, int64_t count, int64_t width,
 // rope part starts at a padded place; what is padded is zero.
 class Span {
 public:
-    explicit Span(const Shape& shape)
+    explicit Span(const MlaShape& shape)
         : shape_(shape), rows_(Buffer<Bf16>::zeros(SPAN * shape.row())), packed_(Buffer<Bf16>(SPAN * shape.row())),
           wide_(Buffer<Bf16>(shape.rank + shape.rope)) {}
 
@@ -65,7 +65,7 @@ public:
     const Bf16* rope(int64_t key) const { return latents(key) + shape_.padded_rank * KEYS; }
 
 private:
-    const Shape& shape_;
+    const MlaShape& shape_;
     Buffer<Bf16> rows_, packed_, wide_;
 };
 
@@ -98,7 +98,7 @@ struct Seen {
 // One head at work: its queries and weights, a block's keys and values.
 class Head {
 public:
-    explicit Head(const Shape& shape)
+    explicit Head(const MlaShape& shape)
         : shape_(shape), q_(Buffer<Bf16>::zeros(shape.padded_queries * shape.depth())),
           w_uk_(Buffer<Bf16>::zeros(shape.padded_nope * shape.padded_rank)),
           w_uv_(Buffer<Bf16>::zeros(shape.padded_value * shape.padded_rank)),
@@ -236,7 +236,7 @@ private:
         }
     }
 
-    const Shape& shape_;
+    const MlaShape& shape_;
     bool has_finite_values_ = true;
     Buffer<Bf16> q_, w_uk_, w_uv_, w_uv_packed_, keys_, values_;
     Buffer<float> expanded_, logits_;
@@ -248,7 +248,7 @@ private:
 struct State {
     Buffer<float> out, max, sum;
 
-    State(const Shape& shape, int64_t heads)
+    State(const MlaShape& shape, int64_t heads)
         : out(heads * shape.padded_queries * shape.padded_value), max(heads * shape.padded_queries),
           sum(heads * shape.padded_queries) {
         std::fill_n(out.get(), heads * shape.padded_queries * shape.padded_value, 0.0f);
@@ -281,7 +281,7 @@ at::Tensor mla_expanded(const at::Tensor& q, const at::Tensor& pages, const at::
     for (const at::Tensor& expansion : {w_uk, w_uv})  // heads may be apart: both are parts of one weight
         TORCH_CHECK_VALUE(expansion.stride(2) == 1 && expansion.stride(1) == expansion.size(2),
                           "a head's expansion must be contiguous");
-    Shape shape{};
+    MlaShape shape{};
     shape.queries = q.size(0), shape.heads = q.size(1), shape.start = start;
     shape.nope = w_uk.size(1), shape.rank = w_uk.size(2), shape.value = w_uv.size(1);
     shape.rope = q.size(2) - shape.nope;

@@ -14,16 +14,14 @@
 namespace longprefill {
 namespace {
 
-LP_INLINE int64_t rounded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
-
 // fp32 products by the micro-kernels. Weights [K, H] are the transposed left operand of the second product.
 class Fp32Attention {
 public:
     static constexpr int64_t BLOCK = 64;
 
     Fp32Attention(const Rows& rows, int64_t heads, int64_t rank)
-        : rows_(rows), heads_(heads), rank_(rank), padded_heads_(rounded(heads, std::max<int64_t>(PANEL, TILE_ROWS))),
-          padded_rank_(rounded(rank, PANEL)), row_(rounded(std::max(rows.width, padded_rank_), LANES)),
+        : rows_(rows), heads_(heads), rank_(rank), padded_heads_(padded(heads, std::max<int64_t>(PANEL, TILE_ROWS))),
+          padded_rank_(padded(rank, PANEL)), row_(padded(std::max(rows.width, padded_rank_), LANES)),
           q_(Buffer<float>::zeros(rows.width * padded_heads_)), block_(Buffer<float>::zeros(BLOCK * row_)),
           weights_(Buffer<float>::zeros(BLOCK * padded_heads_)), out_(Buffer<float>::zeros(padded_heads_ * padded_rank_)),
           max_(Buffer<float>::zeros(padded_heads_)), sum_(Buffer<float>::zeros(padded_heads_)) {}
@@ -139,7 +137,7 @@ public:
             amx_multiply(STRIP, padded_heads_, row_, strip_.get(), row_, q_.get(), padded_heads_,
                          logits_.get() + i * padded_heads_, padded_heads_, false);
         }
-        const int64_t written = rounded(count, 2);
+        const int64_t written = padded(count, 2);
         std::memset(static_cast<void*>(values_.get() + written * padded_rank_), 0,
                     (BLOCK - written) * padded_rank_ * sizeof(Bf16));
         for (int64_t h = 0; h < padded_heads_; h += 16) {

@@ -7,8 +7,6 @@
 namespace longprefill {
 namespace {
 
-constexpr int64_t GRAIN_ELEMENTS = 1 << 15;
-
 template <typename T>
 float mean_square(const T* x, int64_t size) {
     Vec sums[4] = {};

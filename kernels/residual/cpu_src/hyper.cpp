@@ -1,6 +1,6 @@
 // Hyper-connections: weights that mix a token's residual streams, and the streams after a sublayer (../README.md).
 //
-// M streams of D numbers, F = M D, W = 2 M + M M weights a token. BLOCK tokens go together: their old streams become the
+// M streams of D numbers, F = M D, W = 2 M + M M weights a token. BLOCK_TOKENS of them go together: their old streams become the
 // new ones, whose rows meet the projection in cache; then LANES tokens at a time everything that is per weight, with a
 // token in each lane.
 #include <algorithm>
@@ -14,11 +14,9 @@
 namespace longprefill {
 namespace {
 
-constexpr int64_t BLOCK = 64;    // tokens
+constexpr int64_t BLOCK_TOKENS = 64;    // tokens
 constexpr int64_t CHUNK = 1024;  // numbers of a token's streams that meet the projection at a time
 constexpr int64_t MAX_STREAMS = 16;
-
-LP_INLINE int64_t rounded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
 struct Sizes {
     int64_t streams, hidden;
@@ -26,13 +24,13 @@ struct Sizes {
     int64_t weights() const { return 2 * streams + streams * streams; }
 };
 
-// Products of up to BLOCK tokens with the projection in fp32: LANES rows at a time.
+// Products of up to BLOCK_TOKENS tokens with the projection in fp32: LANES rows at a time.
 class WideProducts {
 public:
     WideProducts(const float* projection, const Sizes& sizes)
-        : size_(sizes.token()), padded_weights_(rounded(sizes.weights(), DOT_KEYS)),
-          rows_(Buffer<float>::zeros(LANES * CHUNK)), keys_(Buffer<float>::zeros(padded_weights_ * rounded(size_, CHUNK))),
-          products_(LANES * padded_weights_), sums_(BLOCK * padded_weights_) {
+        : size_(sizes.token()), padded_weights_(padded(sizes.weights(), DOT_KEYS)),
+          rows_(Buffer<float>::zeros(LANES * CHUNK)), keys_(Buffer<float>::zeros(padded_weights_ * padded(size_, CHUNK))),
+          products_(LANES * padded_weights_), sums_(BLOCK_TOKENS * padded_weights_) {
         for (int64_t from = 0; from < size_; from += CHUNK)
             for (int64_t w = 0; w < sizes.weights(); ++w)
                 std::memcpy(keys_.get() + from * padded_weights_ + w * CHUNK, projection + w * size_ + from,
@@ -41,7 +39,7 @@ public:
 
     template <typename T>
     void run(const T* tokens, int64_t count) {
-        std::fill_n(sums_.get(), BLOCK * padded_weights_, 0.0f);
+        std::fill_n(sums_.get(), BLOCK_TOKENS * padded_weights_, 0.0f);
         for (int64_t first = 0; first < count; first += LANES)
             for (int64_t from = 0; from < size_; from += CHUNK) {
                 const int64_t width = std::min(CHUNK, size_ - from);
@@ -50,7 +48,7 @@ public:
                         store(rows_.get() + t * CHUNK + i, load_some(tokens + (first + t) * size_ + from + i, some));
                     });
                 inner_products(rows_.get(), LANES, keys_.get() + from * padded_weights_, padded_weights_, CHUNK,
-                               rounded(width, LANES), products_.get(), padded_weights_);
+                               padded(width, LANES), products_.get(), padded_weights_);
                 float* sums = sums_.get() + first * padded_weights_;
                 for (int64_t i = 0; i < LANES * padded_weights_; ++i) sums[i] += products_[i];
             }
@@ -68,15 +66,15 @@ private:
 class SplitProducts {
 public:
     static constexpr int64_t PARTS = 3;
-    static constexpr int64_t FEWEST_TOKENS = 4 * BLOCK;  // fewer are done before the weights are split
+    static constexpr int64_t FEWEST_TOKENS = 4 * BLOCK_TOKENS;  // fewer are done before the weights are split
 
     static bool suits(const Sizes& sizes, int64_t num_tokens) {
         return has_amx_products() && num_tokens >= FEWEST_TOKENS && sizes.token() % AMX_DEPTH == 0;
     }
 
     SplitProducts(const float* projection, const Sizes& sizes)
-        : size_(sizes.token()), weights_(sizes.weights()), columns_(rounded(PARTS * weights_, AMX_COLUMNS)),
-          packed_(size_ * columns_), rows_(Buffer<Bf16>::zeros(BLOCK * size_)), sums_(BLOCK * columns_) {
+        : size_(sizes.token()), weights_(sizes.weights()), columns_(padded(PARTS * weights_, AMX_COLUMNS)),
+          packed_(size_ * columns_), rows_(Buffer<Bf16>::zeros(BLOCK_TOKENS * size_)), sums_(BLOCK_TOKENS * columns_) {
         const Buffer<Bf16> parts = Buffer<Bf16>::zeros(columns_ * size_);
         for (int64_t w = 0; w < weights_; ++w)
             for_each_vector(size_, [&](int64_t i, int count) {
@@ -93,11 +91,11 @@ public:
 
     void run(const Bf16* tokens, int64_t count) {
         const AmxProducts release;
-        if (count < BLOCK) {  // one shape only, with what an earlier block left behind the last token
+        if (count < BLOCK_TOKENS) {  // one shape only, with what an earlier block left behind the last token
             std::memcpy(static_cast<void*>(rows_.get()), tokens, count * size_ * sizeof(Bf16));
             tokens = rows_.get();
         }
-        amx_multiply(BLOCK, columns_, size_, tokens, size_, packed_.get(), columns_, sums_.get(), columns_, false);
+        amx_multiply(BLOCK_TOKENS, columns_, size_, tokens, size_, packed_.get(), columns_, sums_.get(), columns_, false);
     }
 
     LP_INLINE float operator()(int64_t token, int64_t weight) const {
@@ -228,9 +226,9 @@ public:
     template <typename Products>
     void run(Products& products, int64_t first, int64_t last, int64_t iterations, float eps, float norm_eps) const {
         TokenWeights weights(base_, scale_, sizes_);
-        for (int64_t begin = first; begin < last; begin += BLOCK) {
-            const int64_t count = std::min(BLOCK, last - begin), size = sizes_.token();
-            float inverse_rms[BLOCK];
+        for (int64_t begin = first; begin < last; begin += BLOCK_TOKENS) {
+            const int64_t count = std::min(BLOCK_TOKENS, last - begin), size = sizes_.token();
+            float inverse_rms[BLOCK_TOKENS];
             for (int64_t t = 0; t < count; ++t) {
                 if (update_.output != nullptr) advance(begin + t);
                 inverse_rms[t] = inverse_rms_of(read_ + (begin + t) * size, size, norm_eps);
@@ -330,8 +328,8 @@ Mix mixed(const at::Tensor& streams, const Update& update, const InputNorm& norm
     for_float_type(streams, "streams", [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         const Mixer<T> mixer(streams, update, norm, base.const_data_ptr<float>(), scale.const_data_ptr<float>(), mix);
-        at::parallel_for(0, rounded(num_rows, BLOCK) / BLOCK, 4, [&](int64_t begin, int64_t end) {
-            const int64_t first = begin * BLOCK, last = std::min(end * BLOCK, num_rows);
+        at::parallel_for(0, padded(num_rows, BLOCK_TOKENS) / BLOCK_TOKENS, 4, [&](int64_t begin, int64_t end) {
+            const int64_t first = begin * BLOCK_TOKENS, last = std::min(end * BLOCK_TOKENS, num_rows);
             const auto run = [&](auto products) {
                 mixer.run(products, first, last, iterations, static_cast<float>(eps), static_cast<float>(norm_eps));
             };

@@ -175,8 +175,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> prepare(const std::vector<at::Ten
 }
 
 // Phase 1 of one query (max [T], sum [T], weighted [T, D]) and the running partial [T, D]; result in the partial's dtype.
-at::Tensor update(const at::Tensor& partial, const at::Tensor& top, const at::Tensor& total, const at::Tensor& weighted,
-                  const at::Tensor& query, double eps) {
+at::Tensor update_mix(const at::Tensor& partial, const at::Tensor& top, const at::Tensor& total,
+                      const at::Tensor& weighted, const at::Tensor& query, double eps) {
     check_rows_contiguous(partial, "partial");
     const int64_t num_rows = partial.size(0), size = partial.size(1), stride = partial.stride(0);
     at::Tensor out = at::empty(partial.sizes(), partial.options());
@@ -216,7 +216,7 @@ LONGPREFILL_OPS(residual, m) {
     m.def("attn_res_prepare(Tensor[] blocks, Tensor queries, float eps) -> (Tensor, Tensor, Tensor)",
           TORCH_FN(prepare));
     m.def("attn_res_update(Tensor partial, Tensor top, Tensor total, Tensor weighted, Tensor query, float eps) -> Tensor",
-          TORCH_FN(update));
+          TORCH_FN(update_mix));
 }
 
 }  // namespace longprefill

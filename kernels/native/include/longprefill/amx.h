@@ -17,8 +17,6 @@ typedef c10::BFloat16 Bf16;
 constexpr int64_t AMX_DEPTH = 32;  // products of one tile along k: depths are padded to it with zeros
 constexpr int64_t AMX_COLUMNS = 16;
 
-LP_INLINE int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
-
 // False where torch's oneDNN was told to leave AMX alone (ONEDNN_MAX_CPU_ISA) or cannot use it.
 inline bool has_amx_products() {
     static const bool has = at::native::cpublas::could_pack(at::kBFloat16);

@@ -16,6 +16,8 @@
 namespace longprefill {
 namespace {
 
+constexpr int64_t GRAIN_ELEMENTS = 1 << 15;  // of an elementwise operator that are worth a thread
+
 // Calls body with a null pointer of the element type: fp32 and bf16 are what the compiled kernels take.
 template <typename Body>
 void for_float_type(const at::Tensor& x, const char* name, Body body) {

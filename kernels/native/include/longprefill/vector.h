@@ -37,6 +37,8 @@ typedef uint16_t UnalignedHalfBits __attribute__((vector_size(LANES * 2), aligne
 
 LP_INLINE Vec splat(float x) { return x - Vec{}; }
 
+LP_INLINE int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
 LP_INLINE Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
 LP_INLINE void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
 
