@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import pytest
 
 from longprefill.orchestrator.costs.profile import ProfileError
+from longprefill.orchestrator.costs.step import StepCosts
 from longprefill.orchestrator.scheduler.jobs import Mesh
 from longprefill.orchestrator.scheduler.settings import FleetSettings, SchedulerSettings
 from longprefill.orchestrator.simulate_command import SimulateRequest, simulate
@@ -228,7 +229,7 @@ def subject(model: str = "kimi_linear") -> Subject:
 @pytest.mark.parametrize("model", ["kimi_linear", "glm_flash"])
 def test_quick_costs_follow_the_full_count(model: str) -> None:
     costs = counted_costs(Cluster(costs=CostSettings(kind="work", model=model)))()
-    for start, end in ((0, 8192), (100_000, 116_000), (0, 131_072)):
+    for start, end in ((0, 8192), (100_000, 116_000), (0, 131_072), (777_777, 800_001), (0, 1_234_567)):
         piece = (Slice(job=0, start=start, end=end),)
         alone_s = costs.step_seconds(piece, "zigzag", Mesh(cp=1))
         assert alone_s == pytest.approx(costs.step_time(piece, "contiguous", Mesh(cp=1)).seconds, rel=1e-3)
@@ -237,6 +238,16 @@ def test_quick_costs_follow_the_full_count(model: str) -> None:
     piece = (Slice(job=0, start=65536, end=65536 + 32768),)
     exact_s = costs.step_time(piece, "zigzag", Mesh(cp=8)).seconds
     assert costs.step_seconds(piece, "zigzag", Mesh(cp=8)) == pytest.approx(exact_s, rel=1e-2)
+
+
+def test_nothing_is_counted_once_costs_are_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = counted_costs(Cluster(costs=CostSettings(kind="work")))()
+    costs.warm([Mesh(cp=1), Mesh(cp=4)], 300_000, pack_tokens=4096)
+    monkeypatch.delattr(StepCosts, "step")
+    for mesh in (Mesh(cp=1), Mesh(cp=4)):
+        for start, end in ((0, 1), (0, 300_000), (123_457, 299_999), (65_535, 65_536)):
+            assert costs.step_seconds((Slice(job=0, start=start, end=end),), "zigzag", mesh) > 0
+        assert costs.step_seconds([Slice(job=job, start=0, end=4000) for job in range(32)], "zigzag", mesh) > 0
 
 
 NODES = "[[nodes]]\ncount = 4\ndevices = 2\ndevice = 'h200'\n"
