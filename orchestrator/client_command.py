@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from longprefill.orchestrator.command_edge import user_facing
-from longprefill.orchestrator.config import ApiKey
 from longprefill.orchestrator.errors import RunFailed
 from longprefill.partition.errors import UserError
 
@@ -139,6 +138,8 @@ def result(job: Job, as_json: AsJson = False, url: Url = None) -> None:
 
 def key(tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Whose key it will be.")]) -> None:
     """Make an API key: the key on standard output, this once; the line for the service's configuration beside it."""
+    from longprefill.orchestrator.config import ApiKey
+
     made = f"lp-{secrets.token_urlsafe(KEY_BYTES)}"
     entry = ApiKey(tenant=tenant, sha256=hashlib.sha256(made.encode()).hexdigest())
     typer.echo("The key, which is shown only now; clients send it as Authorization: Bearer KEY:", err=True)

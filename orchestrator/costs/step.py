@@ -258,6 +258,7 @@ class _Step:
         self._works = works
         self._layers: dict[tuple[float, ...], _Clocks] = {}
         self._mixing: dict[int, _Group] = {}
+        self._halo_s: dict[int, float] = {}
 
     def time(self) -> StepTime:
         costs, clocks = self.costs, self.clocks
@@ -281,8 +282,13 @@ class _Step:
         return max(sum(group.totals[n] for group in groups) for n in range(len(self.ranks)))
 
     def _run_layer(self, kind: int) -> None:
-        """One more layer: counted once for each kind and for how far the ranks are apart when it begins."""
-        whole = self.clocks
+        """One more layer: counted once for each kind and for how far the ranks are apart when it begins, which is
+        nothing where it begins with a meeting."""
+        whole, mixer = self.clocks, self.costs.model.layers[kind].mixer
+        if isinstance(mixer, KdaShape) and self.layout.num_ranks > 1:
+            if kind not in self._halo_s:
+                self._halo_s[kind] = self.exchanges.halo_s(mixer)
+            whole.meet("conv halo", self._halo_s[kind])
         key = (kind, *whole.now)
         if key not in self._layers:
             self.clocks = self._layers[key] = _Clocks(whole.now)
@@ -296,8 +302,6 @@ class _Step:
         work = self._work(layer)
         clocks.pay("tensor parallel", exchanges.tensor_parallel_s(layer))
         if isinstance(layer.mixer, KdaShape):
-            if self.layout.num_ranks > 1:
-                clocks.meet("conv halo", exchanges.halo_s(layer.mixer))
             clocks.run(work["before"])
             if self.layout.num_ranks > 1:
                 clocks.meet("kda states", exchanges.states_s(layer.mixer, options.exchange))
