@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from longprefill.workers.model.config import (
     ModelConfig,
     MoeConfig,
 )
-from longprefill.workers.model.parameters import FP32_PARAMETERS
-from longprefill.workers.model.sharding import ALONE, MeshPlace, parameter_ranges, shard_shape
+from longprefill.workers.model.parameters import FP32_PARAMETERS, parameter_shapes
+from longprefill.workers.model.sharding import ALONE, MeshPlace, held_ranges, shard_shape
 
 PROCESS_BYTES = 450 << 20
 """A worker process before it loads anything: Python, torch and Ray (measured, 2026-11, CPU build)."""
@@ -40,10 +41,17 @@ class RankMemory:
 
 def weight_bytes(config: ModelConfig, item_bytes: int, place: MeshPlace = ALONE) -> int:
     """Bytes of what a rank holds of all parameters when the compute dtype has `item_bytes` bytes."""
-    return sum(
-        math.prod(shard_shape(ranges)) * (4 if name.endswith(FP32_PARAMETERS) else item_bytes)
-        for name, ranges in parameter_ranges(config, place).items()
-    )
+    first, repeats = {}, Counter(config.layers)
+    for index, layer in enumerate(config.layers):
+        first.setdefault(layer, str(index))
+    times = {index: repeats[layer] for layer, index in first.items()}  # equal layers are counted once
+    total = 0
+    for name, shape in parameter_shapes(config).items():
+        number = times.get(name.split(".", 2)[1], 0) if name.startswith("layers.") else 1
+        if number:
+            size = math.prod(shard_shape(held_ranges(name, shape, config, place)))
+            total += number * size * (4 if name.endswith(FP32_PARAMETERS) else item_bytes)
+    return total
 
 
 def step_bytes_per_token(config: ModelConfig, item_bytes: int, num_ranks: int) -> int:

@@ -90,7 +90,7 @@ def expert_ranges(num_experts: int, num_world: int) -> tuple[range, ...]:
 
 def parameter_ranges(config: ModelConfig, place: MeshPlace) -> dict[str, Ranges]:
     """What this rank holds of every canonical parameter. `config` is the whole model's."""
-    return {name: _ranges(name, shape, config, place) for name, shape in parameter_shapes(config).items()}
+    return {name: held_ranges(name, shape, config, place) for name, shape in parameter_shapes(config).items()}
 
 
 def _local_layer(layer: LayerConfig, place: MeshPlace) -> LayerConfig:
@@ -103,7 +103,8 @@ def _local_layer(layer: LayerConfig, place: MeshPlace) -> LayerConfig:
     return replace(layer, mixer=mixer)
 
 
-def _ranges(name: str, shape: Shape, config: ModelConfig, place: MeshPlace) -> Ranges:
+def held_ranges(name: str, shape: Shape, config: ModelConfig, place: MeshPlace) -> Ranges:
+    """What this rank holds of one canonical parameter, whose whole shape is given."""
     whole: list[tuple[range, ...]] = [(range(size),) for size in shape]
     if name == "head":
         whole[0] = (even_ranges(shape[0], place.num_tp)[place.tp_rank],)
