@@ -97,6 +97,7 @@ class LocalCluster:
             # torch takes seconds to load, and Ray to start
             threading.Thread(target=_load_torch, name="load torch").start()
             self._ray.start(settings.num_ranks + 1, worker_environment(settings.threads_per_rank))
+            # imported here: who only reads a plan needs no torch
             from longprefill.orchestrator.local_workers import LocalWorkers
 
             self._workers = LocalWorkers(settings, self.config, self.fingerprint, has_decode=self._has_decode)

@@ -47,6 +47,7 @@ BASE_FLAGS = (
 LINK_FLAGS = ("-shared", "-fopenmp", "-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL")
 _INCLUDE_LINE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 UNITS = 4
+"""Groups of sources that are compiled as one."""
 OUTPUT_LINES = 20
 """How much of a failed compiler's output the error repeats."""
 

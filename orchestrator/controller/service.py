@@ -163,8 +163,11 @@ class ControllerService:
                 retired_at = now
                 gone = core.journal.retire(keep_jobs=service.keep_finished_jobs, keep_s=service.keep_finished_s)
                 core.traces.remove(gone)
-                with contextlib.suppress(OSError):
+                try:
                     core.journal.sweep_snapshots(SNAPSHOT_HEARD_S)
+                except OSError as error:
+                    logger.warning("snapshots that no job names were not removed: %s", error)
+                with contextlib.suppress(OSError):
                     size = (core.journal.directory / FILE_NAME).stat().st_size
                     core.metrics.journal_bytes.set(size)
 

@@ -256,12 +256,18 @@ class Journal(JournalReader):
     def sweep_snapshots(self, min_age_s: float = 0.0) -> None:
         """Removes files that no job names: what a group wrote while it was given up, whole or in part. `min_age_s`
         spares those whose writer has yet to be heard."""
-        named = {row["snapshot"] for row in self._rows("SELECT snapshot FROM jobs WHERE snapshot IS NOT NULL")}
         newest = time.time() - min_age_s
+        old: list[Path] = []
         for path in self.snapshots.iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                if str(path) not in named and path.stat().st_mtime <= newest:
-                    path.unlink()
+            with contextlib.suppress(FileNotFoundError):  # a writer renames it at this moment
+                if path.stat().st_mtime <= newest:
+                    old.append(path)
+        if not old:
+            return
+        named = {row["snapshot"] for row in self._rows("SELECT snapshot FROM jobs WHERE snapshot IS NOT NULL")}
+        for path in old:
+            if str(path) not in named:
+                path.unlink(missing_ok=True)
 
     # ---- transactions --------------------------------------------------------------------------------------------
 

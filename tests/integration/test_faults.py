@@ -129,7 +129,6 @@ def test_interrupts(
         command.assert_nothing_left()
 
 
-@pytest.mark.extended
 def test_interrupt_of_a_generation(long_generation: list[object]) -> None:
     with running(long_generation) as command:
         assert command.process.stdout is not None
@@ -141,7 +140,6 @@ def test_interrupt_of_a_generation(long_generation: list[object]) -> None:
         command.assert_nothing_left()
 
 
-@pytest.mark.extended
 def test_a_reader_that_leaves(long_generation: list[object]) -> None:
     """`longprefill run ... | head -c 1` ends, without a word."""
     with running(long_generation) as command:

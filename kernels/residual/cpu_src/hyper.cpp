@@ -1,6 +1,6 @@
 // Hyper-connections: weights that mix a token's residual streams, and the streams after a sublayer (../README.md).
 //
-// M streams of D numbers, F = M D, W = 2 M + M M weights a token. BLOCK_TOKENS of them go together: their old streams become the
+// M streams of D numbers, F = M D, W = 2 M + M M weights a token. BLOCK_TOKENS tokens at a time: their old streams become the
 // new ones, whose rows meet the projection in cache; then LANES tokens at a time everything that is per weight, with a
 // token in each lane.
 #include <algorithm>
