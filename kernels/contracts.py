@@ -261,7 +261,14 @@ class MoeKernels(Protocol):
 
 
 class LinearKernels(Protocol):
-    """What a feed-forward and its router need beside plain matrix products."""
+    """Products with weights, and what a feed-forward does between them."""
+
+    def linear(
+        self, x_TD: torch.Tensor, weight_ED: torch.Tensor, *, out_TE: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x weight^T, [T, E] in x's dtype; fp32 sums for bf16. Written to `out_TE`, and that returned, where it is
+        given."""
+        ...
 
     def gated(self, gate_up_TJ: torch.Tensor, *, activation: str, clamp: float | None = None) -> torch.Tensor:
         """act(gate) * up, [T, F] in the operand's dtype, computed in fp32 with one rounding at the end. J = 2F, gate

@@ -38,6 +38,11 @@ def gated(gate_up_TJ: torch.Tensor, *, activation: str, clamp: float | None = No
     return out_TF
 
 
+def linear(x_TD: torch.Tensor, weight_ED: torch.Tensor, *, out_TE: torch.Tensor | None = None) -> torch.Tensor:
+    """x weight^T, [T, E] in x's dtype; written to `out_TE` and that returned where it is given."""
+    return functional.linear(x_TD, weight_ED) if out_TE is None else torch.mm(x_TD, weight_ED.T, out=out_TE)
+
+
 def linear_fp32(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
     """x weight^T, fp32 [T, E] (fp64 for fp64 x): both operands as they are, products and sums in fp32."""
     precision = _precision(x_TD)

@@ -18,6 +18,12 @@ def gated(gate_up_TJ: torch.Tensor, *, activation: str, clamp: float | None = No
     return (act(gate_TF) * up_TF).to(gate_up_TJ.dtype)
 
 
+def linear(x_TD: torch.Tensor, weight_ED: torch.Tensor, *, out_TE: torch.Tensor | None = None) -> torch.Tensor:
+    """x weight^T, [T, E] in x's dtype, by products and sums in fp32 (fp64 for fp64 x)."""
+    result_TE = linear_fp32(x_TD, weight_ED).to(x_TD.dtype)
+    return result_TE if out_TE is None else out_TE.copy_(result_TE)
+
+
 def linear_fp32(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
     """x weight^T in fp32 (fp64 for fp64 x), [T, E]."""
     precision = _precision(x_TD)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from longprefill.kernels.linear import cpu as linear
 from longprefill.kernels.native.library import COMPILED_DTYPES, ops
 from longprefill.kernels.paged import PagedRows
 from longprefill.kernels.quant.cpu import format_code, page_arguments
@@ -91,9 +92,7 @@ def selected(
     plain.check_dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start)
     if is_compiled and len(q_THQ) > 1 and _is_expanding_faster(q_THQ, indices_TS, w_uk_HNR, w_uv_HVR, start):
         return _expanded(q_THQ, rows, indices_TS, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
-    q_THL = plain.absorbed(q_THQ, w_uk_HNR)
-    latent_THR = sparse(q_THL, rows, indices_TS, scale=scale, latent_rank=w_uk_HNR.shape[2])
-    return plain.values_of(latent_THR, w_uv_HVR)
+    return _absorbed(q_THQ, rows, indices_TS, w_uk_HNR, w_uv_HVR, scale=scale)
 
 
 def _is_expanding_faster(
@@ -142,8 +141,25 @@ def _one_query(
 ) -> torch.Tensor:
     """The absorbed form over everything that the query sees."""
     visible_TS = torch.arange(start + 1, dtype=torch.int32)[None]
-    q_THL = plain.absorbed(q_THQ, w_uk_HNR)
-    return plain.values_of(sparse(q_THL, rows, visible_TS, scale=scale, latent_rank=w_uk_HNR.shape[2]), w_uv_HVR)
+    return _absorbed(q_THQ, rows, visible_TS, w_uk_HNR, w_uv_HVR, scale=scale)
+
+
+def _absorbed(
+    q_THQ: torch.Tensor, rows: PagedRows, indices_TS: torch.Tensor, w_uk_HNR: torch.Tensor, w_uv_HVR: torch.Tensor,
+    *, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """Attention over selected rows with absorbed queries; the products on both sides as fast as they go here."""
+    (num_queries, num_heads, _), (_, nope, rank) = q_THQ.shape, w_uk_HNR.shape
+    w_uk_HNR, w_uv_HVR = w_uk_HNR.to(q_THQ.dtype), w_uv_HVR.to(q_THQ.dtype)
+    if not linear.has_products(q_THQ, w_uk_HNR):
+        latent_THR = sparse(plain.absorbed(q_THQ, w_uk_HNR), rows, indices_TS, scale=scale, latent_rank=rank)
+        return plain.values_of(latent_THR, w_uv_HVR)
+    q_THL = q_THQ.new_empty(num_queries, num_heads, rows.format.width)
+    linear.multiply_heads(q_THQ[..., :nope], w_uk_HNR, q_THL[..., :rank], is_transposed=True)
+    q_THL[..., rank:] = q_THQ[..., nope:]
+    out_THV = q_THQ.new_empty(num_queries, num_heads, w_uv_HVR.shape[1])
+    linear.multiply_heads(sparse(q_THL, rows, indices_TS, scale=scale, latent_rank=rank), w_uv_HVR, out_THV)
+    return out_THV
 
 
 def _format_rank(rows: PagedRows) -> int:

@@ -6,10 +6,10 @@ Legend: T tokens, D hidden, E experts, A experts a token, F intermediate, J = 2F
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
-from longprefill.kernels.contracts import Routing
-from longprefill.kernels.linear.plain import check_activation, gated
+from longprefill.kernels.contracts import LinearKernels, Routing
+from longprefill.kernels.linear import plain as linear_plain
+from longprefill.kernels.linear.plain import check_activation
 
 SCORINGS = ("sigmoid", "softmax")
 
@@ -56,7 +56,7 @@ def route(
 
 def experts(
     x_TD: torch.Tensor, routing: Routing, gate_up_EJD: torch.Tensor, down_EDF: torch.Tensor, *, activation: str,
-    clamp: float | None = None, out_dtype: torch.dtype | None = None,
+    clamp: float | None = None, out_dtype: torch.dtype | None = None, kernels: LinearKernels = linear_plain,
 ) -> torch.Tensor:  # fmt: skip
     """sum over a token's experts of weight * down(act(gate) * up).
 
@@ -67,6 +67,7 @@ def experts(
         down_EDF: the experts' down projections.
         activation: "silu" or "gelu".
         clamp: gate is cut above it and up beyond it on both sides, before the activation; None: neither.
+        kernels: who multiplies and activates.
 
     Returns:
         [T, D] in `out_dtype` (x's if left out). The sum runs in ascending expert order whatever the order of the slots.
@@ -93,9 +94,9 @@ def experts(
         slots_M = order[end : end + count]
         end += count
         tokens_M = slots_M // num_slots
-        wide_MJ = functional.linear(x_TD[tokens_M], gate_up_EJD[expert])
-        hidden_MF = gated(wide_MJ, activation=activation, clamp=clamp)
-        out_MD = functional.linear(hidden_MF, down_EDF[expert]).to(precision)
+        wide_MJ = kernels.linear(x_TD[tokens_M], gate_up_EJD[expert])
+        hidden_MF = kernels.gated(wide_MJ, activation=activation, clamp=clamp)
+        out_MD = kernels.linear(hidden_MF, down_EDF[expert]).to(precision)
         # A token comes once per expert at most: a call adds one summand to a row, and calls follow the experts' order.
         sum_TD.index_add_(0, tokens_M, out_MD.mul_(weights[slots_M, None]))
     return sum_TD.to(out_dtype)

@@ -126,3 +126,64 @@ def test_the_tests_can_fail(mutation: str) -> None:
         "no activation": gate_TF.clamp(max=1.5) * up_TF.clamp(-1.5, 1.5),
     }[mutation]
     assert rms_ratio(wrong, right) > 1e-2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(
+    num_tokens=st.sampled_from([0, 1, 3, 11, 12, 13, 96, 97, 200]),
+    depth=st.sampled_from([1, 7, 8, 31, 160, 161, 330]),
+    num_out=st.sampled_from([1, 5, 24, 25, 48, 505]),
+    dtype=st.sampled_from([torch.float64, *DTYPES]),
+    seed=st.integers(0, 1 << 20),
+)
+@settings(max_examples=25)
+def test_linear_is_the_product(
+    backend: Any, num_tokens: int, depth: int, num_out: int, dtype: torch.dtype, seed: int
+) -> None:
+    wide_TD, weight_ED = (
+        normal(num_tokens, depth + 3, seed=seed).to(dtype),
+        normal(num_out, depth, seed=seed + 1).to(dtype),
+    )
+    x_TD = wide_TD[:, 2 : depth + 2]  # rows of a wider tensor
+    expected = x_TD.double() @ weight_ED.double().T
+    actual = backend.linear(x_TD, weight_ED)
+    assert actual.dtype == dtype
+    assert_close(actual, expected, op="linear", floor=0.1)
+    wide_out = torch.full((num_tokens, num_out + 4), torch.nan, dtype=dtype)
+    out_TE = wide_out[:, 1 : num_out + 1]
+    assert backend.linear(x_TD, weight_ED, out_TE=out_TE) is out_TE
+    assert torch.equal(out_TE, actual)
+    assert torch.isnan(wide_out[:, [0, -1]]).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_tokens", [2, 40])
+def test_a_row_that_is_not_finite_stays_alone(backend: Any, num_tokens: int) -> None:
+    x_TD, weight_ED = normal(num_tokens, 64).bfloat16(), normal(30, 64, seed=1).bfloat16()
+    clean = backend.linear(x_TD, weight_ED)
+    x_TD[0, 5], x_TD[1, 6] = torch.nan, torch.inf
+    actual = backend.linear(x_TD, weight_ED)
+    assert torch.isnan(actual[0]).all()
+    assert torch.isinf(actual[1]).all()
+    assert torch.equal(actual[2:], clean[2:])
+    assert torch.isnan(
+        backend.linear(clean.new_zeros(num_tokens, 64), weight_ED.masked_fill(weight_ED > 2, torch.inf))
+    ).any()
+
+
+@pytest.mark.parametrize("backend", compiled_backends("linear"))
+@pytest.mark.parametrize("num_tokens", [1, 5, 100])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_heads_multiply_with_their_own_weights(
+    backend: Any, num_tokens: int, is_transposed: bool, out_dtype: torch.dtype
+) -> None:
+    """Queries' and outputs' rows lie in wider ones, heads of weights apart, as in latent attention."""
+    x_THD = normal(num_tokens, 3, 50).bfloat16()[..., :40]
+    weight_HED = normal(3, 60, 40, seed=1).bfloat16()[:, 7:]
+    expected = torch.einsum("thd,hed->the", x_THD.double(), weight_HED.double())
+    wide_out = torch.zeros(num_tokens, 3, 56, dtype=out_dtype)
+    stored = weight_HED.mT.contiguous() if is_transposed else weight_HED
+    backend.multiply_heads(x_THD, stored, wide_out[..., :53], is_transposed=is_transposed)
+    assert_close(wide_out[..., :53], expected, op="linear")
+    assert not wide_out[..., 53:].any()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 
 from longprefill.partition.shards import even_ranges
 from longprefill.workers.model.config import DenseConfig, KdaConfig, LayerConfig, MlaConfig, ModelConfig
@@ -55,14 +54,15 @@ class Model:
     def logits(self, hidden_JD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """fp32 logits [J, V] of rows of `forward`'s result, the same rows on every rank of the TP group, each of which
         has a part of the head."""
+        linear = ctx.kernels.linear.linear
         normed = ctx.kernels.norm.rms_norm(hidden_JD, self.final_norm, self.config.norm_eps)
         if ctx.mesh.tp.size == 1:
-            return F.linear(normed, self.head).float()
+            return linear(normed, self.head).float()
         parts = even_ranges(self.config.vocab_size, ctx.mesh.tp.size)
         own = parts[ctx.mesh.tp.rank]
         # tied embeddings are whole on every rank, a head of its own is not
         head = self.embed[own.start : own.stop] if self.config.tie_embeddings else self.head
-        part_JV = F.linear(normed, head).float()
+        part_JV = linear(normed, head).float()
         counts = [len(part) for part in parts]
         return ctx.mesh.tp.all_gather_rows(part_JV.T.contiguous(), counts, op="logits").T.contiguous()
 

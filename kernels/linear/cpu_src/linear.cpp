@@ -1,9 +1,12 @@
-// What a feed-forward needs beside torch's matrix products: its gated activation in one pass, and products of bf16
-// operands that stay fp32.
+// Products with weights, and the gated activation of a feed-forward in one pass.
+//
+// Where a processor has no bf16 products of its own, torch's run at a tenth of its fp32 products. Here both operands are
+// widened as they are packed, every sum is fp32 and rounded once. bf16 products that stay fp32 run on AMX.
 #include <algorithm>
 
 #include "longprefill/amx.h"
 #include "longprefill/buffer.h"
+#include "longprefill/stripes.h"
 #include "longprefill/torch.h"
 
 namespace longprefill {
@@ -33,6 +36,122 @@ at::Tensor gated_silu(const at::Tensor& gate_up, double clamp) {
         });
     });
     return out;
+}
+
+// Rows x [T, D] times one matrix of weights, [E, D], or [D, E] if it is transposed.
+template <typename T>
+class Product {
+public:
+    static constexpr int64_t ROWS = 96, DEPTH = 160;         // of x, packed: with one stripe's part they fit level 1
+    static constexpr int64_t COLUMNS = 504 / STRIPE * STRIPE;  // of the result at a time: sums of ROWS of them, level 2
+    static constexpr int64_t FEWEST_ROWS = 12;               // below, packing the weights costs more than it saves
+
+    Product(const T* weight, int64_t row, bool is_transposed, int64_t depth, int64_t num_out)
+        : weight_(weight), row_(row), depth_(depth), num_out_(num_out), is_transposed_(is_transposed) {}
+
+    template <typename Out>
+    void run(const T* x, int64_t x_row, int64_t num_rows, Out* out, int64_t out_row) const {
+        if (num_rows < FEWEST_ROWS && !is_transposed_) return run_few(x, x_row, num_rows, out, out_row);
+        const Buffer<float> packed(num_stripes(std::min(COLUMNS, num_out_)) * STRIPE * depth_);
+        for (int64_t first = 0; first < num_out_; first += COLUMNS) {
+            const int64_t count = std::min(COLUMNS, num_out_ - first);
+            at::parallel_for(0, num_stripes(count), 1, [&](int64_t begin, int64_t end) {
+                for (int64_t n = begin; n < end; ++n) pack(first + n * STRIPE, packed.get() + n * STRIPE * depth_);
+            });
+            at::parallel_for(0, (num_rows + ROWS - 1) / ROWS, 1, [&](int64_t begin, int64_t end) {
+                const Buffer<float> rows(ROWS * DEPTH), sums(ROWS * num_stripes(count) * STRIPE);
+                for (int64_t block = begin; block < end; ++block) {
+                    const int64_t from = block * ROWS, size = std::min(ROWS, num_rows - from);
+                    multiply(x + from * x_row, x_row, size, packed.get(), count, rows.get(), sums.get());
+                    for (int64_t t = 0; t < size; ++t)
+                        for_each_vector(count, [&](int64_t n, int width) {
+                            store_some(out + (from + t) * out_row + first + n,
+                                       load(sums.get() + t * num_stripes(count) * STRIPE + n), width);
+                        });
+                }
+            });
+        }
+    }
+
+private:
+    void pack(int64_t first, float* stripe) const {
+        const int64_t count = std::min<int64_t>(STRIPE, num_out_ - first);
+        if (is_transposed_) pack_columns(weight_ + first, row_, count, depth_, stripe);
+        else pack_rows(weight_ + first * row_, row_, count, depth_, stripe);
+    }
+
+    // sums [size, columns] of `size` rows.
+    void multiply(const T* x, int64_t x_row, int64_t size, const float* packed, int64_t count, float* rows,
+                  float* sums) const {
+        const int64_t columns = num_stripes(count) * STRIPE, tiles = padded(size, STRIPE_ROWS);
+        for (int64_t begin = 0; begin < depth_ || begin == 0; begin += DEPTH) {
+            const int64_t width = std::min(DEPTH, depth_ - begin);
+            for (int64_t t = 0; t < tiles; ++t)
+                for_each_vector(width, [&](int64_t k, int lanes) {
+                    store(rows + t * DEPTH + k, t < size ? load_some(x + t * x_row + begin + k, lanes) : Vec{});
+                });
+            for (int64_t n = 0; n < columns; n += STRIPE)
+                for (int64_t t = 0; t < tiles; t += STRIPE_ROWS) {
+                    StripeTile tile;
+                    float* to = sums + t * columns + n;
+                    if (begin == 0) tile.zero();
+                    else tile.load_from(to, columns);
+                    tile.multiply_add(rows + t * DEPTH, DEPTH, 1, packed + n * depth_ + begin * STRIPE, STRIPE, width);
+                    tile.store_to(to, columns);
+                }
+        }
+    }
+
+    // A few rows: every weight is read once as it lies.
+    template <typename Out>
+    void run_few(const T* x, int64_t x_row, int64_t num_rows, Out* out, int64_t out_row) const {
+        const int64_t stride = padded(depth_, LANES);
+        const Buffer<float> wide = Buffer<float>::zeros(padded(num_rows, 4) * stride);
+        for (int64_t t = 0; t < num_rows; ++t)
+            for_each_vector(depth_, [&](int64_t k, int lanes) {
+                store(wide.get() + t * stride + k, load_some(x + t * x_row + k, lanes));
+            });
+        const int64_t grain = std::max<int64_t>(1, GRAIN_ELEMENTS / std::max<int64_t>(1, depth_ * num_rows));
+        at::parallel_for(0, num_out_, grain, [&](int64_t begin, int64_t end) {
+            for (int64_t n = begin; n < end; ++n)
+                for (int64_t t = 0; t < num_rows; t += 4) {
+                    Vec sums[4] = {};
+                    for_each_vector(depth_, [&](int64_t k, int lanes) {
+                        const Vec weight = load_some(weight_ + n * row_ + k, lanes);
+#pragma GCC unroll 4
+                        for (int i = 0; i < 4; ++i) sums[i] += load(wide.get() + (t + i) * stride + k) * weight;
+                    });
+                    for (int64_t i = 0; i < std::min<int64_t>(4, num_rows - t); ++i)
+                        store_some(out + (t + i) * out_row + n, splat(sum(sums[i])), 1);
+                }
+        });
+    }
+
+    const T* weight_;
+    int64_t row_, depth_, num_out_;
+    bool is_transposed_;
+};
+
+// out [T, H, E] = x [T, H, D] times each head's weight, [H, E, D], or [H, D, E] if `is_transposed`. Sums are fp32 and
+// rounded to out's dtype once.
+void linear_products(const at::Tensor& x, const at::Tensor& weight, bool is_transposed, const at::Tensor& out) {
+    const int64_t num_rows = x.size(0), heads = x.size(1), depth = x.size(2), num_out = weight.size(is_transposed ? 2 : 1);
+    TORCH_CHECK_VALUE(weight.size(0) == heads && weight.size(is_transposed ? 1 : 2) == depth,
+                      "weight must have x's heads and width");
+    TORCH_CHECK_VALUE(out.size(0) == num_rows && out.size(1) == heads && out.size(2) == num_out, "out must be [T, H, E]");
+    TORCH_CHECK_VALUE(x.scalar_type() == weight.scalar_type(), "x and weight must have one dtype");
+    for (const at::Tensor& matrix : {x, weight, out})
+        TORCH_CHECK_VALUE(matrix.stride(2) == 1 || matrix.size(2) < 2, "rows must be contiguous");
+    for_float_type(x, "x", [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        for_float_type(out, "out", [&](auto* out_type) {
+            using Out = std::remove_pointer_t<decltype(out_type)>;
+            for (int64_t h = 0; h < heads; ++h)
+                Product<T>(weight.const_data_ptr<T>() + h * weight.stride(0), weight.stride(1), is_transposed, depth, num_out)
+                    .run(x.const_data_ptr<T>() + h * x.stride(1), x.stride(0), num_rows,
+                         out.mutable_data_ptr<Out>() + h * out.stride(1), out.stride(0));
+        });
+    });
 }
 
 #if defined(LONGPREFILL_AMX)
@@ -88,9 +207,14 @@ bool linear_has_fp32() {
 #endif
 }
 
+// oneDNN multiplies bf16 on AVX-512 only.
+bool linear_has_products() { return LANES < 16; }
+
 LONGPREFILL_OPS(linear, m) {
     m.def("gated_silu(Tensor gate_up, float clamp) -> Tensor", TORCH_FN(gated_silu));
     m.def("linear_has_fp32() -> bool", TORCH_FN(linear_has_fp32));
+    m.def("linear_has_products() -> bool", TORCH_FN(linear_has_products));
+    m.def("linear_products(Tensor x, Tensor weight, bool is_transposed, Tensor(a!) out) -> ()", TORCH_FN(linear_products));
 #if defined(LONGPREFILL_AMX)
     m.def("linear_fp32(Tensor x, Tensor weight) -> Tensor", TORCH_FN(linear_fp32));
 #endif

@@ -17,7 +17,6 @@ Source: DeepSeek-V3.2-Exp report, sections on MLA and DSA; positions are global 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from longprefill.partition.layout import Fragment
 from longprefill.workers.cache.pages import Kind
@@ -63,15 +62,16 @@ class AttentionLayer:
         width = self.config.num_heads * self.config.value_dim
         mixed_TF = torch.cat(outputs).flatten(1) if outputs else query_THQ.new_empty(0, width)
         with ctx.tracer.span("output"):
+            linear = ctx.kernels.linear.linear
             if self.config.gated:
                 x_TD = ctx.gather_rows(x_SD, op="tp_gather")
-                mixed_TF = mixed_TF * torch.sigmoid(F.linear(x_TD, self.weights["mla.g_proj"]))
-            mixed_TD = F.linear(mixed_TF, self.weights["mla.o_proj"])
+                mixed_TF = mixed_TF * torch.sigmoid(linear(x_TD, self.weights["mla.g_proj"]))
+            mixed_TD = linear(mixed_TF, self.weights["mla.o_proj"])
         return ctx.scatter_sum(mixed_TD, op="tp_scatter_sum")
 
     def _latent_rows(self, x_SD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         config = self.config
-        projected_SL = F.linear(x_SD, self.weights["mla.kv_a"])
+        projected_SL = ctx.kernels.linear.linear(x_SD, self.weights["mla.kv_a"])
         latent_SR, k_rope_SP = projected_SL.split((config.kv_lora_rank, config.rope_dim), dim=1)
         latent_SR = ctx.kernels.norm.rms_norm(latent_SR, self.weights["mla.kv_a_norm"], config.kv_norm_eps)
         if self.inv_freq is not None and config.rope is not None:
@@ -86,15 +86,15 @@ class AttentionLayer:
         """What q_b and the indexer's wq_b read: the normed q latent, or x itself without a q latent."""
         if self.config.q_lora_rank is None:
             return x_SD
-        return ctx.kernels.norm.rms_norm(
-            F.linear(x_SD, self.weights["mla.q_a"]), self.weights["mla.q_a_norm"], self.config.q_norm_eps
-        )
+        latent_SQ = ctx.kernels.linear.linear(x_SD, self.weights["mla.q_a"])
+        return ctx.kernels.norm.rms_norm(latent_SQ, self.weights["mla.q_a_norm"], self.config.q_norm_eps)
 
     def _queries(self, latent_q_TQ: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """[T, H, N + P], the last P rotated."""
         config = self.config
         weight = self.weights["mla.q_proj" if config.q_lora_rank is None else "mla.q_b"]
-        query_THQ = F.linear(latent_q_TQ, weight).view(-1, config.num_heads, config.nope_dim + config.rope_dim)
+        query_TF = ctx.kernels.linear.linear(latent_q_TQ, weight)
+        query_THQ = query_TF.view(-1, config.num_heads, config.nope_dim + config.rope_dim)
         if self.inv_freq is None or config.rope is None:
             return query_THQ
         nope_THN, rope_THP = query_THQ.split((config.nope_dim, config.rope_dim), dim=-1)

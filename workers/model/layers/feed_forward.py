@@ -10,7 +10,6 @@ anywhere in the mesh (`expert_exchange.py`).
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from longprefill.kernels.contracts import LinearKernels, Routing
 from longprefill.workers.model.config import DenseConfig, MoeConfig
@@ -35,8 +34,8 @@ def gated_mlp(
     row_bytes = max(len(gate_up_JD), 1) * x_TD.itemsize  # a rank may hold no column
     num_rows = max(FEWEST_ROWS, BLOCK_BYTES // row_bytes)
     for rows_LD, out_LD in zip(x_TD.split(num_rows), out_TD.split(num_rows), strict=True):
-        hidden_LF = kernels.gated(F.linear(rows_LD, gate_up_JD), activation=activation, clamp=clamp)
-        torch.mm(hidden_LF, down_DF.T, out=out_LD)
+        hidden_LF = kernels.gated(kernels.linear(rows_LD, gate_up_JD), activation=activation, clamp=clamp)
+        kernels.linear(hidden_LF, down_DF, out_TE=out_LD)
     return out_TD
 
 
@@ -75,12 +74,12 @@ class MoeLayer:
 
     def forward(self, x_SD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """x are the normed own rows; [S, D]."""
-        config, weights = self.config, self.weights
+        config, weights, linear = self.config, self.weights, ctx.kernels.linear.linear
         routing = self._route(x_SD, ctx)
         with ctx.tracer.span("moe.experts"):
-            inner_SW = x_SD if config.latent_dim is None else F.linear(x_SD, weights["moe.latent_in"])
+            inner_SW = x_SD if config.latent_dim is None else linear(x_SD, weights["moe.latent_in"])
             out_SW = self._experts(inner_SW, routing, ctx)
-            out_SD = out_SW if config.latent_dim is None else F.linear(out_SW, weights["moe.latent_out"])
+            out_SD = out_SW if config.latent_dim is None else linear(out_SW, weights["moe.latent_out"])
         if config.shared_intermediate:
             gate_up_JD, down_DF = weights["moe.shared_gate_up"], weights["moe.shared_down"]
             out_SD = out_SD + _on_all_rows(x_SD, gate_up_JD, down_DF, config, ctx, span="moe.shared")

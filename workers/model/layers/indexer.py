@@ -11,7 +11,6 @@ Source: DeepSeek-V3.2-Exp report; k-pool as in GLM-5.3-Flash (kernels/dsa/README
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from longprefill.partition.layout import Fragment
 from longprefill.workers.cache.states import PoolTail
@@ -41,7 +40,7 @@ class Indexer:
         """Encoded key rows of each run: one a token, or one a pool that the run completes."""
         weights = self.weights
         key_SX = ctx.kernels.norm.layer_norm(
-            F.linear(x_SD, weights["indexer.wk"]),
+            ctx.kernels.linear.linear(x_SD, weights["indexer.wk"]),
             weights["indexer.k_norm.weight"],
             weights["indexer.k_norm.bias"],
             self.config.norm_eps,
@@ -51,7 +50,7 @@ class Indexer:
             ctx.observe(self.index, "index key rows", key_SX)
             row_format = ctx.pool.kind_of[self.index, "index_key"].format
             return list(row_format.encode(key_SX).split([run.length for run in ctx.runs]))
-        gate_SX = F.linear(x_SD, weights["indexer.pool_gate"])
+        gate_SX = ctx.kernels.linear.linear(x_SD, weights["indexer.pool_gate"])
         return [self._pooled_rows(n, run, key_SX, gate_SX, ctx) for n, run in enumerate(ctx.runs)]
 
     def _pooled_rows(
@@ -80,9 +79,10 @@ class Indexer:
         self, x_SD: torch.Tensor, latent_q_SQ: torch.Tensor, ctx: StepContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(q [S, I, X], head weights fp32 [S, I], which hold both scale factors)."""
-        config = self.config
-        query_SIX = F.linear(latent_q_SQ, self.weights["indexer.wq_b"]).view(-1, config.num_heads, config.head_dim)
-        weight_SI = ctx.kernels.linear.linear_fp32(x_SD, self.weights["indexer.weights_proj"])
+        config, kernels = self.config, ctx.kernels.linear
+        query_SF = kernels.linear(latent_q_SQ, self.weights["indexer.wq_b"])
+        query_SIX = query_SF.view(-1, config.num_heads, config.head_dim)
+        weight_SI = kernels.linear_fp32(x_SD, self.weights["indexer.weights_proj"])
         return self._rotate(query_SIX, ctx), weight_SI * (config.num_heads * config.head_dim) ** -0.5
 
     def choose(self, query_SIX: torch.Tensor, weight_SI: torch.Tensor, ctx: StepContext) -> list[torch.Tensor]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from longprefill.kernels.contracts import KdaInputs, Summary
 from longprefill.workers.cache.states import KdaState
@@ -44,7 +43,7 @@ class KdaLayer:
         x_TD = ctx.gather_rows(x_SD, op="tp_gather")
         with ctx.tracer.span("kda.project"):
             halo = Halo(x_TD, config.conv_width - 1, ctx)
-            raw_TC = F.linear(x_TD, self.qkv_CD)
+            raw_TC = ctx.kernels.linear.linear(x_TD, self.qkv_CD)
             history_NWC = halo.history(raw_TC, self.qkv_CD, self.index)
         with ctx.tracer.span("kda.conv"):
             inputs = self._inputs(x_TD, raw_TC, history_NWC, ctx)
@@ -52,22 +51,22 @@ class KdaLayer:
         self._keep_conv_tails(raw_TC, history_NWC, ctx)
         with ctx.tracer.span("kda.output"):
             normed = ctx.kernels.norm.gated_rms_norm(
-                out_TGV, self._output_gate(x_TD), self.weights["kda.o_norm"], config.norm_eps
+                out_TGV, self._output_gate(x_TD, ctx), self.weights["kda.o_norm"], config.norm_eps
             )
-            mixed_TD = F.linear(normed.flatten(1), self.weights["kda.o_proj"])
+            mixed_TD = ctx.kernels.linear.linear(normed.flatten(1), self.weights["kda.o_proj"])
         return ctx.scatter_sum(mixed_TD, op="tp_scatter_sum")
 
     def _inputs(
         self, x_TD: torch.Tensor, raw_TC: torch.Tensor, history_NWC: torch.Tensor, ctx: StepContext
     ) -> KdaInputs:
-        config = self.config
-        low_TR = F.linear(x_TD, self.weights["kda.f_a"])
-        decay_TF = F.linear(low_TR, self.weights["kda.f_b"])
+        config, linear = self.config, ctx.kernels.linear.linear
+        low_TR = linear(x_TD, self.weights["kda.f_a"])
+        decay_TF = linear(low_TR, self.weights["kda.f_b"])
         return ctx.kernels.kda.make_inputs(
             raw_TC,
             self.weights["kda.conv"],
             decay_TF.unflatten(1, (config.num_value_heads, config.key_dim)),
-            F.linear(x_TD, self.weights["kda.b_proj"]),
+            linear(x_TD, self.weights["kda.b_proj"]),
             offsets=ctx.offsets,
             history_NWC=history_NWC,
             num_heads=config.num_heads,
@@ -77,11 +76,12 @@ class KdaLayer:
             largest_beta=2.0 if config.allow_neg_eigval else 1.0,
         )
 
-    def _output_gate(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def _output_gate(self, x_TD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        linear = ctx.kernels.linear.linear
         if self.config.output_gate_rank is None:
-            gate_TF = F.linear(x_TD, self.weights["kda.g_proj"])
+            gate_TF = linear(x_TD, self.weights["kda.g_proj"])
         else:
-            gate_TF = F.linear(F.linear(x_TD, self.weights["kda.g_a"]), self.weights["kda.g_b"])
+            gate_TF = linear(linear(x_TD, self.weights["kda.g_a"]), self.weights["kda.g_b"])
         return gate_TF.unflatten(1, (self.config.num_value_heads, self.config.value_dim))
 
     def _recurrence(self, inputs: KdaInputs, ctx: StepContext) -> torch.Tensor:
@@ -187,7 +187,8 @@ class Halo:
         ctx, plan = self.ctx, self.plan
         history_NWC = raw_TC.new_zeros(len(ctx.local), self.width, raw_TC.shape[1])
         for peer, slots in plan.receives.items():
-            for row_C, (n, slot) in zip(F.linear(self.received[peer], weight_CD), slots, strict=True):
+            projected = ctx.kernels.linear.linear(self.received[peer], weight_CD)
+            for row_C, (n, slot) in zip(projected, slots, strict=True):
                 history_NWC[n, slot] = row_C
         for local_row, (n, slot) in plan.local:
             history_NWC[n, slot] = raw_TC[local_row]
