@@ -9,6 +9,8 @@ Legend: T queries, H heads, R latent rank, P rope dim, S places, Q = nope + P qu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from longprefill.kernels.linear import cpu as linear
@@ -67,7 +69,7 @@ def dense(
     plain.check_dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start)
     if len(q_THQ) == 1:
         return _one_query(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
-    if q_THQ.dtype != torch.bfloat16 or not ops().mla_has_expanded():
+    if _expanding_op(q_THQ) is None:
         return plain.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
     return _expanded(q_THQ, rows, None, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
 
@@ -88,11 +90,21 @@ def selected(
     Raises:
         ValueError: shapes that do not fit each other, or an index outside the cache.
     """
-    is_compiled = q_THQ.dtype == torch.bfloat16 and format_code(rows.format) is not None and ops().mla_has_expanded()
+    is_compiled = format_code(rows.format) is not None and _expanding_op(q_THQ) is not None
     plain.check_dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start)
     if is_compiled and len(q_THQ) > 1 and _is_expanding_faster(q_THQ, indices_TS, w_uk_HNR, w_uv_HVR, start):
         return _expanded(q_THQ, rows, indices_TS, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
     return _absorbed(q_THQ, rows, indices_TS, w_uk_HNR, w_uv_HVR, scale=scale)
+
+
+def _expanding_op(q_THQ: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """The operator of the expanded form for these queries: bf16 on AMX, fp32 products where the processor has no bf16
+    ones, none elsewhere."""
+    if q_THQ.dtype == torch.bfloat16 and ops().mla_has_expanded():
+        return ops().mla_expanded
+    if q_THQ.dtype in COMPILED_DTYPES and ops().mla_has_expanded_fp32():
+        return ops().mla_expanded_fp32
+    return None
 
 
 def _is_expanding_faster(
@@ -119,8 +131,10 @@ def _expanded(
     start: int,
     scale: float,
 ) -> torch.Tensor:
+    expand = _expanding_op(q_THQ)
+    assert expand is not None
     pages_NPB, table, num_rows = page_arguments(rows)
-    return ops().mla_expanded(
+    return expand(
         q_THQ.contiguous(),
         pages_NPB,
         table,
