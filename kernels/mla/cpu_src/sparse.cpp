@@ -7,30 +7,36 @@
 
 #include "longprefill/amx.h"
 #include "longprefill/buffer.h"
-#include "longprefill/gemm.h"
 #include "longprefill/rows.h"
+#include "longprefill/stripes.h"
 #include "softmax.h"
 
 namespace longprefill {
 namespace {
 
-// fp32 products by the micro-kernels. Weights [K, H] are the transposed left operand of the second product.
+// fp32 products. Logits [K, H] have their heads side by side in VECS vectors, weights [K, H] are the transposed left
+// operand of the second product.
+template <int VECS>
 class Fp32Attention {
 public:
-    static constexpr int64_t BLOCK = 64;
+    static constexpr int64_t BLOCK = 64, AHEAD = 6;           // rows; how many are fetched before they are decoded
+    static constexpr int64_t HEADS = VECS * LANES;             // of one product
+    static constexpr int64_t ROWS = LANES == 16 ? 8 : (VECS == 1 ? 8 : (VECS == 2 ? 6 : 4));
 
     Fp32Attention(const Rows& rows, int64_t heads, int64_t rank)
-        : rows_(rows), heads_(heads), rank_(rank), padded_heads_(padded(heads, std::max<int64_t>(PANEL, TILE_ROWS))),
-          padded_rank_(padded(rank, PANEL)), row_(padded(std::max(rows.width, padded_rank_), LANES)),
-          q_(Buffer<float>::zeros(rows.width * padded_heads_)), block_(Buffer<float>::zeros(BLOCK * row_)),
-          weights_(Buffer<float>::zeros(BLOCK * padded_heads_)), out_(Buffer<float>::zeros(padded_heads_ * padded_rank_)),
+        : rows_(rows), heads_(heads), rank_(rank), padded_heads_(padded(heads, HEADS)),
+          padded_rank_(padded(rank, STRIPE)), row_(padded(std::max(rows.width, padded_rank_), LANES)),
+          q_(Buffer<float>::zeros(rows.width * padded_heads_)), block_(Buffer<float>::zeros((BLOCK + ROWS) * row_)),
+          weights_(Buffer<float>::zeros((BLOCK + ROWS) * padded_heads_)),
+          out_(Buffer<float>::zeros(padded(padded_heads_, STRIPE_ROWS) * padded_rank_)),
           max_(Buffer<float>::zeros(padded_heads_)), sum_(Buffer<float>::zeros(padded_heads_)) {}
 
     template <typename T>
     void start(const T* q) {
-        for (int64_t h = 0; h < heads_; ++h)
-            for (int64_t c = 0; c < rows_.width; ++c)
-                q_[c * padded_heads_ + h] = static_cast<float>(q[h * rows_.width + c]);
+        for (int64_t h = 0; h < heads_; ++h) {
+            float* to = q_.get() + h / HEADS * HEADS * rows_.width + h % HEADS;
+            for (int64_t c = 0; c < rows_.width; ++c) to[c * HEADS] = static_cast<float>(q[h * rows_.width + c]);
+        }
         std::fill_n(out_.get(), padded_heads_ * padded_rank_, 0.0f);
         std::fill_n(sum_.get(), padded_heads_, 0.0f);
         std::fill_n(max_.get(), padded_heads_, NONE);
@@ -39,23 +45,26 @@ public:
     // Adds rows [begin, begin + BLOCK) of the `total` selected ones, or what is left of them.
     void add(const int32_t* positions, int64_t begin, int64_t total, float scale) {
         const int64_t count = std::min(BLOCK, total - begin);
-        for (int64_t i = 0; i < count; ++i) rows_.decode(positions[begin + i], block_.get() + i * row_);
+        for (int64_t i = 0; i < count; ++i) {
+            if (begin + i + AHEAD < total) fetch(positions[begin + i + AHEAD]);
+            rows_.decode(positions[begin + i], block_.get() + i * row_);
+        }
         // Rows of the last tile behind `count` hold older rows: their logits are made and not read.
-        for (int64_t h = 0; h < padded_heads_; h += PANEL)
-            for (int64_t i = 0; i < count; i += TILE_ROWS) {
-                Accumulators sums;
-                zero(sums);
-                multiply_add(sums, block_.get() + i * row_, row_, q_.get() + h, padded_heads_, rows_.width);
-                store_tile(sums, weights_.get() + i * padded_heads_ + h, padded_heads_);
+        for (int64_t h = 0; h < padded_heads_; h += HEADS)
+            for (int64_t i = 0; i < count; i += ROWS) {
+                StripeSums<ROWS, VECS> sums;
+                sums.zero();
+                sums.multiply_add(block_.get() + i * row_, row_, 1, q_.get() + h * rows_.width, HEADS, rows_.width);
+                sums.store_to(weights_.get() + i * padded_heads_ + h, padded_heads_);
             }
         for (int64_t h = 0; h < padded_heads_; h += LANES) soften(h, count, scale);
-        for (int64_t c = 0; c < padded_rank_; c += PANEL)
-            for (int64_t h = 0; h < padded_heads_; h += TILE_ROWS) {
-                Accumulators sums;
+        for (int64_t c = 0; c < padded_rank_; c += STRIPE)
+            for (int64_t h = 0; h < heads_; h += STRIPE_ROWS) {
+                StripeTile sums;
                 float* to = out_.get() + h * padded_rank_ + c;
-                load_tile(sums, to, padded_rank_);
-                multiply_add_transposed(sums, weights_.get() + h, padded_heads_, block_.get() + c, row_, count);
-                store_tile(sums, to, padded_rank_);
+                sums.load_from(to, padded_rank_);
+                sums.multiply_add(weights_.get() + h, 1, padded_heads_, block_.get() + c, row_, count);
+                sums.store_to(to, padded_rank_);
             }
     }
 
@@ -70,6 +79,12 @@ public:
     }
 
 private:
+    // Random rows come from memory.
+    LP_INLINE void fetch(int32_t position) const {
+        const uint8_t* row = rows_.row(position);
+        for (int64_t byte = 0; byte < rows_.row_bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+    }
+
     // Logits of LANES heads become weights; what was summed before is scaled to the new maximum.
     void soften(int64_t h, int64_t count, float scale) {
         const Vec factor = splat(scale), before = load(max_.get() + h);
@@ -313,7 +328,12 @@ at::Tensor mla_sparse(const at::Tensor& q, const at::Tensor& pages, const at::Te
             return attend<AmxAttention, c10::BFloat16>(q, rows, indices, scale, out, first, last);
 #endif
         for_float_type(q, "q", [&](auto* type) {
-            attend<Fp32Attention, std::remove_pointer_t<decltype(type)>>(q, rows, indices, scale, out, first, last);
+            using T = std::remove_pointer_t<decltype(type)>;
+            // As many heads side by side as leave the fewest places empty.
+            const int64_t heads = q.size(1), one = padded(heads, LANES), two = padded(heads, 2 * LANES), three = padded(heads, 3 * LANES);
+            if (three <= std::min(one, two)) attend<Fp32Attention<3>, T>(q, rows, indices, scale, out, first, last);
+            else if (two <= one) attend<Fp32Attention<2>, T>(q, rows, indices, scale, out, first, last);
+            else attend<Fp32Attention<1>, T>(q, rows, indices, scale, out, first, last);
         });
     });
     return out;
