@@ -1,7 +1,5 @@
 """`longprefill bench`: measurements of this machine and of models, each a command or an option of the group."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Annotated

@@ -1,6 +1,8 @@
-"""The command line: `longprefill COMMAND --help`. Wrong calls end with one line and exit code 2, failed runs with 1."""
+"""The command line: `longprefill COMMAND --help`. Wrong calls end with one line and exit code 2, failed runs with 1.
 
-from __future__ import annotations
+Here and in the other modules of commands annotations are values (no `from __future__ import annotations`): typer reads
+those of all commands at every start, and text would be compiled each time.
+"""
 
 import signal
 import sys

@@ -5,12 +5,8 @@ Exit codes: 0; 1 the job failed or was cancelled; 2 a wrong call, a refusal, or 
 output, progress to standard error. The API key comes from the environment only: a command line can be read by others.
 """
 
-from __future__ import annotations
-
-import hashlib
 import json
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,6 +134,9 @@ def result(job: Job, as_json: AsJson = False, url: Url = None) -> None:
 
 def key(tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Whose key it will be.")]) -> None:
     """Make an API key: the key on standard output, this once; the line for the service's configuration beside it."""
+    import hashlib
+    import secrets
+
     from longprefill.orchestrator.config import ApiKey
 
     made = f"lp-{secrets.token_urlsafe(KEY_BYTES)}"
@@ -149,7 +148,7 @@ def key(tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Whose key 
 
 
 @contextmanager
-def _client(url: str | None) -> Iterator[Client]:
+def _client(url: str | None) -> "Iterator[Client]":
     from longprefill.orchestrator.client.client import DEFAULT_URL, Client
 
     ca_file = os.environ.get(CA_VARIABLE) or None
@@ -179,7 +178,7 @@ def _prompt(file: str) -> Any:
     return found
 
 
-def _follow(client: Client, job: str) -> None:
+def _follow(client: "Client", job: str) -> None:
     from longprefill.orchestrator.client.show import Progress
 
     with Progress(client.job(job)) as progress:

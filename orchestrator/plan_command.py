@@ -13,7 +13,7 @@ from longprefill.orchestrator.planner.crossovers import crossovers
 from longprefill.orchestrator.planner.evaluate import Evaluator
 from longprefill.orchestrator.planner.machines import machines_of
 from longprefill.orchestrator.planner.models import find_model
-from longprefill.orchestrator.planner.report import document, rounded, show, show_scaling
+from longprefill.orchestrator.planner.report import document, rounded
 from longprefill.orchestrator.planner.search import choose
 from longprefill.orchestrator.simulator.cluster import Cluster, read_cluster
 from longprefill.partition.layout import PAGE_TOKENS
@@ -41,6 +41,8 @@ def plan(request: PlanRequest, json_file: Path | None) -> None:
     if len(request.devices) > 1:
         content: dict[str, object] = {"kind": "modelled", "scaling": scaling(config, request, cluster)}
         if not is_printed:
+            from longprefill.orchestrator.planner.tables import show_scaling
+
             show_scaling(content["scaling"])  # pyright: ignore[reportArgumentType]
     else:
         evaluator = evaluator_of(config, request, cluster, request.devices[0] if request.devices else None)
@@ -48,6 +50,8 @@ def plan(request: PlanRequest, json_file: Path | None) -> None:
         borders = crossovers(evaluator, choice.best)
         content = document(evaluator, choice, borders)
         if not is_printed:
+            from longprefill.orchestrator.planner.tables import show
+
             show(evaluator, choice, borders)
     if is_printed:
         print_json(rounded(content))

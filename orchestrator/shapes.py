@@ -30,13 +30,15 @@ def model_shape(config: ModelConfig, settings: ClusterSettings, place: MeshPlace
     Raises:
         UserError: the place's tensor parallelism does not divide the heads.
     """
-    layers = tuple(
-        LayerShape(
+    local = local_config(config, place).layers
+    shapes = {
+        layer: LayerShape(
             mixer=_kda(layer.mixer) if isinstance(layer.mixer, KdaConfig) else _mla(layer.mixer, settings),
             ffn=_ffn(layer.ffn, place),
         )
-        for layer in local_config(config, place).layers
-    )
+        for layer in dict.fromkeys(local)
+    }
+    layers = tuple(shapes[layer] for layer in local)
     residual = config.residual
     return ModelShape(
         hidden=config.hidden,

@@ -76,7 +76,7 @@ def _layout(slices: Sequence[Slice], num_ranks: int, cut: Callable[[Slice], list
     fragments: list[Fragment] = []
     for piece in sorted(slices, key=lambda piece: -piece.num_tokens):
         shares = cut(piece)
-        weights = [_weight(share) for share in shares]
+        weights = [_weight(share) for share in shares] if len(slices) > 1 else []
         ranks = list(range(num_ranks))
         if any(loads[0] != load for load in loads):
             ranks = _match(weights, loads)
@@ -86,7 +86,7 @@ def _layout(slices: Sequence[Slice], num_ranks: int, cut: Callable[[Slice], list
             Fragment(job=piece.job, start=run.start, length=len(run), rank=rank, order=order)
             for order, (run, rank) in enumerate(owned)
         ]
-        for (tokens, keys), rank in zip(weights, ranks, strict=True):
+        for (tokens, keys), rank in zip(weights, ranks, strict=False):
             loads[rank] = (loads[rank][0] + tokens, loads[rank][1] + keys)
     return Layout(num_ranks=num_ranks, slices=tuple(slices), fragments=tuple(fragments))
 

@@ -113,12 +113,16 @@ def layer_operations(
     works = []
     kda_folds = _folds_of(layout, mixer, place.exchange)
     halos = halo_flops(layout, mixer, model.hidden) if isinstance(mixer, KdaShape) else []
+    feed_forwards: dict[int, tuple[tuple[Operation, ...], tuple[Operation, ...]]] = {}  # by rows: few ranks differ
     for rank in range(layout.num_ranks) if ranks is None else ranks:
         local = layout.local(rank)
         rows = layout.row_counts[rank]
-        own = -(-rows // place.num_tp)
-        route, ffn = _ffn_operations(layer.ffn, model, rows, own)
-        ffn += residual_operations(model, own, 0)  # sources of Attention Residuals depend on the layer's place
+        if rows not in feed_forwards:
+            own = -(-rows // place.num_tp)
+            route, ffn = _ffn_operations(layer.ffn, model, rows, own)
+            # sources of Attention Residuals depend on the layer's place
+            feed_forwards[rows] = route, ffn + residual_operations(model, own, 0)
+        route, ffn = feed_forwards[rows]
         if isinstance(mixer, KdaShape):
             before, after = _kda_operations(_KdaRank(layout, rank, kda_folds[rank], halos[rank]), mixer, model, place)
             works.append(LayerWork(before=before, after=after, route=route, ffn=ffn))

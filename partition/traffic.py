@@ -70,7 +70,7 @@ def summary_traffic(layout: Layout, kda: KdaShape, exchange: Exchange, *, head_g
     if exchange == "all_gather":
         return _gathered(published_bytes(layout, kda))
     if exchange == "head_transposed":
-        return _head_transposed(layout, kda)
+        return _Transposed(layout, kda).traffic()
     return _relayed(layout, kda, kda.num_value_heads if head_groups is None else head_groups)
 
 
@@ -167,37 +167,60 @@ def step_traffic(layout: Layout, model: ModelShape, exchange: Exchange = "all_ga
 
 def published_bytes(layout: Layout, kda: KdaShape) -> list[int]:
     """Summary bytes that every rank publishes in one layer, all heads."""
-    published = [0] * layout.num_ranks
+    published, state, transition = [0] * layout.num_ranks, kda.state_bytes, kda.transition_bytes
     for piece in layout.slices:
         chain = layout.chain(piece.job)
         for fragment in chain:
             role = chain_role(fragment.order, len(chain))
-            published[fragment.rank] += kda.state_bytes * role.publishes_state
-            published[fragment.rank] += kda.transition_bytes * role.publishes_transition
+            published[fragment.rank] += state * role.publishes_state + transition * role.publishes_transition
     return published
 
 
-def _head_transposed(layout: Layout, kda: KdaShape) -> PerRank:
+def transposed_bytes(layout: Layout, kda: KdaShape) -> list[int]:
+    """What every rank receives in one layer by head_transposed: summaries of its heads, and incoming states back."""
+    return _Transposed(layout, kda).received_bytes
+
+
+class _Transposed:
     """Summaries to the ranks that fold their heads, and incoming states back. Every rank meets every other one, so sums
     over peers are those over all ranks less its own part."""
-    num_ranks, num_heads = layout.num_ranks, kda.num_value_heads
-    shares = [head_share(num_heads, num_ranks, rank) for rank in range(num_ranks)]
-    published = [num_bytes // num_heads for num_bytes in published_bytes(layout, kda)]
-    wanted = [0] * num_ranks
-    for fragment in layout.fragments:
-        wanted[fragment.rank] += (fragment.order > 0) * kda.state_bytes // num_heads
-    num_folding, num_publishing, num_wanting = (sum(map(bool, counts)) for counts in (shares, published, wanted))
-    return tuple(
-        Traffic(
-            sent_bytes=published[rank] * (num_heads - share) + share * (sum(wanted) - wanted[rank]),
-            received_bytes=share * (sum(published) - published[rank]) + wanted[rank] * (num_heads - share),
-            sent_messages=bool(published[rank]) * (num_folding - bool(share))
-            + bool(share) * (num_wanting - bool(wanted[rank])),
-            received_messages=bool(share) * (num_publishing - bool(published[rank]))
-            + bool(wanted[rank]) * (num_folding - bool(share)),
+
+    def __init__(self, layout: Layout, kda: KdaShape) -> None:
+        num_ranks, num_heads = layout.num_ranks, kda.num_value_heads
+        self.num_heads = num_heads
+        self.shares = [head_share(num_heads, num_ranks, rank) for rank in range(num_ranks)]
+        self.published = [num_bytes // num_heads for num_bytes in published_bytes(layout, kda)]
+        self.wanted = [0] * num_ranks
+        head_bytes = kda.state_bytes // num_heads
+        for fragment in layout.fragments:
+            self.wanted[fragment.rank] += (fragment.order > 0) * head_bytes
+
+    @property
+    def received_bytes(self) -> list[int]:
+        """By rank."""
+        published, num_heads = sum(self.published), self.num_heads
+        return [
+            share * (published - own) + wanted * (num_heads - share)
+            for share, own, wanted in zip(self.shares, self.published, self.wanted, strict=True)
+        ]
+
+    def traffic(self) -> PerRank:
+        """With what is sent, and messages."""
+        num_folding, num_publishing, num_wanting = (
+            sum(map(bool, counts)) for counts in (self.shares, self.published, self.wanted)
         )
-        for rank, share in enumerate(shares)
-    )
+        wanted, received, num_heads = sum(self.wanted), self.received_bytes, self.num_heads
+        return tuple(
+            Traffic(
+                sent_bytes=self.published[rank] * (num_heads - share) + share * (wanted - self.wanted[rank]),
+                received_bytes=received[rank],
+                sent_messages=bool(self.published[rank]) * (num_folding - bool(share))
+                + bool(share) * (num_wanting - bool(self.wanted[rank])),
+                received_messages=bool(share) * (num_publishing - bool(self.published[rank]))
+                + bool(self.wanted[rank]) * (num_folding - bool(share)),
+            )
+            for rank, share in enumerate(self.shares)
+        )
 
 
 def _relayed(layout: Layout, kda: KdaShape, head_groups: int) -> PerRank:

@@ -223,10 +223,10 @@ def halo_flops(layout: Layout, kda: KdaShape, hidden: int) -> list[int]:
     """Projections of the halo rows that lie in this step, for every rank: the W - 1 rows before each fragment, fewer
     behind the slice's start (what lies before that comes projected, from the boundary state)."""
     counts = [0] * layout.num_ranks
-    width = max(kda.conv_width - 1, 0)
+    width, row_flops = max(kda.conv_width - 1, 0), 2 * hidden * kda.conv_channels
     for piece in layout.slices:
         for fragment in layout.chain(piece.job):
-            counts[fragment.rank] += min(width, fragment.start - piece.start) * 2 * hidden * kda.conv_channels
+            counts[fragment.rank] += min(width, fragment.start - piece.start) * row_flops
     return counts
 
 

@@ -10,44 +10,92 @@ from longprefill.orchestrator.costs.rates import LinkRates
 from longprefill.partition.layout import Layout
 from longprefill.partition.shapes import GqaShape, KdaShape, LayerShape, MlaShape, ModelShape, MoeShape
 from longprefill.partition.traffic import (
-    boundary_traffic,
-    cache_row_traffic,
+    boundary_bytes,
+    cache_row_bytes,
     published_bytes,
-    summary_traffic,
     tensor_parallel_rows,
+    transposed_bytes,
 )
 from longprefill.partition.work import Exchange
+
+
+class ExchangeBytes:
+    """What the fullest rank receives in each exchange of one layout, whatever the links are. Each is counted once."""
+
+    def __init__(self, layout: Layout, model: ModelShape) -> None:
+        self.layout = layout
+        self.model = model
+        self._known: dict[object, int] = {}
+
+    def states(self, kda: KdaShape, exchange: Exchange) -> int:
+        """KDA states of one layer, gathered or transposed; a relay's go from fragment to fragment."""
+        key = (kda, exchange)
+        if key not in self._known:
+            if exchange == "all_gather":
+                published = published_bytes(self.layout, kda)
+                self._known[key] = sum(published) - min(published)
+            else:
+                self._known[key] = max(transposed_bytes(self.layout, kda))
+        return self._known[key]
+
+    def rows(self, mixer: MlaShape | GqaShape) -> int:
+        """One layer's cache rows of the step."""
+        if mixer not in self._known:
+            made = cache_row_bytes(self.layout, mixer)
+            self._known[mixer] = sum(made) - min(made)
+        return self._known[mixer]
+
+    @cached_property
+    def boundary(self) -> int:
+        """All boundary states, from the owners of the jobs' last fragments."""
+        owners = [self.layout.chain(piece.job)[-1].rank for piece in self.layout.slices]
+        total = 0
+        for mixer, times in Counter(layer.mixer for layer in self.model.layers).items():
+            sent = [0] * self.layout.num_ranks
+            for owner, piece in zip(owners, self.layout.slices, strict=True):
+                sent[owner] += boundary_bytes(piece, mixer, self.model.element_bytes)
+            total += times * (sum(sent) - min(sent))
+        return total
+
+    @cached_property
+    def most_continued(self) -> int:
+        """Fragments of a rank that continue one of another rank: of the rank that has most."""
+        counts = [0] * self.layout.num_ranks
+        for piece in self.layout.slices:
+            before = None
+            for fragment in self.layout.chain(piece.job):
+                counts[fragment.rank] += before is not None and before != fragment.rank
+                before = fragment.rank
+        return max(counts)
 
 
 class ExchangeCosts:
     """Exchanges of one layout on one placement."""
 
-    def __init__(self, layout: Layout, model: ModelShape, placement: Placement) -> None:
-        self._layout = layout
-        self._model = model
+    def __init__(self, counted: ExchangeBytes, placement: Placement) -> None:
+        self._bytes = counted
+        self._layout = counted.layout
+        self._model = counted.model
         self._placement = placement
         self._links = LinkRates(placement.links, placement.profiles[0].name)
-        self._known: dict[object, float] = {}
 
     def halo_s(self, kda: KdaShape) -> float:
         """Input rows before each fragment, from the rank that has them."""
-        key = ("halo", kda)
-        if key not in self._known:
-            self._known[key] = self._halo(kda)
-        return self._known[key]
-
-    def _halo(self, kda: KdaShape) -> float:
-        local = max(sum(flags) for flags in self._continued)
-        row_bytes = self._model.hidden * self._model.element_bytes
-        num_bytes = local * max(kda.conv_width - 1, 0) * row_bytes
+        local = self._bytes.most_continued
+        num_bytes = local * max(kda.conv_width - 1, 0) * self._model.hidden * self._model.element_bytes
         return self._between_ranks("send", num_bytes, messages=min(local, 2))
 
     def states_s(self, kda: KdaShape, exchange: Exchange) -> float:
         """The exchange of one KDA layer's states; a relay pays in `relay_wait_s`."""
-        key = (kda, exchange)
-        if key not in self._known:
-            self._known[key] = self._states(kda, exchange)
-        return self._known[key]
+        peers = self._placement.cp - 1
+        if exchange == "relay":
+            return 0.0
+        num_bytes = self._bytes.states(kda, exchange)
+        if exchange == "all_gather":
+            return self._between_ranks("all_gather", num_bytes, messages=peers)
+        # two exchanges, of [E | M] and of incoming states: about two thirds and one third of the bytes
+        there = num_bytes * 2 // 3
+        return sum(self._between_ranks("exchange", size, messages=peers) for size in (there, num_bytes - there))
 
     def relay_wait_s(self, kda: KdaShape, fragment_s: float) -> float:
         """Waiting for states in a chain of N fragments, F on a rank, in the number of head groups that makes it least.
@@ -71,15 +119,11 @@ class ExchangeCosts:
     def rows_s(self, mixer: MlaShape | GqaShape, *, is_sharded: bool) -> float:
         """The gather of one layer's cache rows: the step's to every rank, or all that the step sees where each rank
         keeps only its own."""
-        key = (mixer, is_sharded)
-        if key not in self._known:
-            traffic = cache_row_traffic(self._layout, mixer)
-            num_bytes = max(rank.received_bytes for rank in traffic)
-            if is_sharded and self._layout.num_tokens:
-                visible = sum(piece.end for piece in self._layout.slices)
-                num_bytes = num_bytes * visible // self._layout.num_tokens
-            self._known[key] = self._between_ranks("all_gather", num_bytes, messages=self._placement.cp - 1)
-        return self._known[key]
+        num_bytes = self._bytes.rows(mixer)
+        if is_sharded and self._layout.num_tokens:
+            visible = sum(piece.end for piece in self._layout.slices)
+            num_bytes = num_bytes * visible // self._layout.num_tokens
+        return self._between_ranks("all_gather", num_bytes, messages=self._placement.cp - 1)
 
     def ring_s(self, gqa: GqaShape, attention_s: float) -> float:
         """What a ring of keys and values exposes beside `attention_s` of attention in one layer: P steps, each with
@@ -92,22 +136,10 @@ class ExchangeCosts:
 
     def boundary_s(self) -> float:
         """All boundary states, once a step."""
-        num_bytes = 0
-        for layer in self._model.layers:
-            if layer.mixer not in self._boundary:
-                ranks = boundary_traffic(self._layout, layer.mixer, self._model.element_bytes)
-                self._boundary[layer.mixer] = max(rank.received_bytes for rank in ranks)
-            num_bytes += self._boundary[layer.mixer]
-        return self._between_ranks("all_gather", num_bytes)
+        return self._between_ranks("all_gather", self._bytes.boundary)
 
     def experts_s(self, moe: MoeShape) -> float:
         """Rows to the ranks that hold their experts, with routing weights, and fp32 sums back; routing is even."""
-        key = ("experts", moe)
-        if key not in self._known:
-            self._known[key] = self._experts(moe)
-        return self._known[key]
-
-    def _experts(self, moe: MoeShape) -> float:
         world = self._placement.num_devices
         return sum(
             self._between_ranks("exchange", size, messages=world - 1, ranks=world) for size in self.experts_bytes(moe)
@@ -126,11 +158,9 @@ class ExchangeCosts:
         """Gathers of rows inside the tensor-parallel group before each part of a layer, and sums after it."""
         if self._placement.tp == 1:
             return 0.0
-        if layer not in self._tensor_parallel:
-            gathers, sums = self.tensor_parallel_bytes(layer)
-            gather_s = sum(self._in_node("all_gather", size) for size in gathers)
-            self._tensor_parallel[layer] = gather_s + sum(self._in_node("exchange", size) for size in sums)
-        return self._tensor_parallel[layer]
+        gathers, sums = self.tensor_parallel_bytes(layer)
+        gather_s = sum(self._in_node("all_gather", size) for size in gathers)
+        return gather_s + sum(self._in_node("exchange", size) for size in sums)
 
     def tensor_parallel_bytes(self, layer: LayerShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What a rank receives from its tensor-parallel group in one layer: by gathers, and by sums."""
@@ -139,19 +169,6 @@ class ExchangeCosts:
         rows = tensor_parallel_rows(layer, model)
         gathers = tuple(received * size for size in (*rows.gathers, rows.selection))
         return gathers, (received * model.hidden * model.element_bytes,) * rows.num_sums
-
-    def _states(self, kda: KdaShape, exchange: Exchange) -> float:
-        peers = self._placement.cp - 1
-        if exchange == "relay":
-            return 0.0
-        if exchange == "all_gather":
-            published = published_bytes(self._layout, kda)
-            return self._between_ranks("all_gather", sum(published) - min(published), messages=peers)
-        ranks = summary_traffic(self._layout, kda, exchange)
-        num_bytes = max(rank.received_bytes for rank in ranks)
-        # two exchanges, of [E | M] and of incoming states: about two thirds and one third of the bytes
-        there = num_bytes * 2 // 3
-        return sum(self._between_ranks("exchange", size, messages=peers) for size in (there, num_bytes - there))
 
     def _between_ranks(self, pattern: str, num_bytes: int, *, messages: int = 1, ranks: int | None = None) -> float:
         """Seconds of bytes from peers here and on other machines, which come at the same time."""
@@ -178,22 +195,3 @@ class ExchangeCosts:
     def _in_node(self, pattern: str, num_bytes: int) -> float:
         num_tp = self._placement.tp
         return self._links.seconds(pattern, "node", ranks=num_tp, num_bytes=num_bytes, messages=num_tp - 1)
-
-    @cached_property
-    def _continued(self) -> list[list[bool]]:
-        """For every rank, whether each of its fragments continues one of another rank."""
-        found: list[list[bool]] = [[] for _ in range(self._layout.num_ranks)]
-        for piece in self._layout.slices:
-            before = None
-            for fragment in self._layout.chain(piece.job):
-                found[fragment.rank].append(before is not None and before != fragment.rank)
-                before = fragment.rank
-        return found
-
-    @cached_property
-    def _boundary(self) -> dict[object, int]:
-        return {}
-
-    @cached_property
-    def _tensor_parallel(self) -> dict[LayerShape, float]:
-        return {}

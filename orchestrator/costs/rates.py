@@ -13,12 +13,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 from math import ceil, log, log2
 
 from longprefill.orchestrator.costs.profile import DeviceProfile, Link, ProfileError, Rate, Table
 from longprefill.partition.operations import OPERATIONS, Operation
 
+Dims = tuple[tuple[str, int | str], ...]
+"""Dimensions of an operation, sorted."""
 CALIBRATE = "longprefill bench --calibrate FILE.json measures this machine"
 
 
@@ -32,39 +35,41 @@ class Rates:
         self.profile = profile
         self.copies = copies
         self.coverage: defaultdict[str, float] = defaultdict(float)
-        self._tables: dict[tuple[str, tuple[tuple[str, int | str], ...]], _Interpolated | None] = {}
-        self._known: dict[tuple[object, ...], tuple[str, float]] = {}
+        self._operations: dict[tuple[str, Dims], OperationRate] = {}
 
-    def seconds(self, operation: Operation, shape: tuple[tuple[str, int | str], ...]) -> float:
-        """Seconds of one call. `shape` are the sorted items of `operations.operation_shape`.
+    def of(self, name: str, shape: Dims) -> OperationRate:
+        """One operation of one shape: the sorted items of `operations.operation_shape`."""
+        key = (name, shape)
+        if key not in self._operations:
+            self._operations[key] = OperationRate(self, name, shape)
+        return self._operations[key]
+
+    def seconds(self, operation: Operation, shape: Dims) -> float:
+        """Seconds of one call.
 
         Raises:
             ProfileError: neither a table nor a rate says how fast the operation is.
         """
-        if not operation.flops and not operation.num_bytes:
-            return 0.0
-        key = (operation, shape)
-        if key not in self._known:
-            self._known[key] = self._found(operation, shape)
-        kind, seconds = self._known[key]
-        self.coverage[kind] += seconds
-        return seconds
+        return self.of(operation.name, shape).seconds(operation)
 
-    def _found(self, operation: Operation, shape: tuple[tuple[str, int | str], ...]) -> tuple[str, float]:
-        table = self._table(operation.name, shape)
-        if table is not None:
-            return table.seconds(operation)
-        kind = OPERATIONS[operation.name]
-        rate = self.profile.rates.get(operation.name) or self.profile.rates.get(kind)
+    def rate(self, name: str, shape: Dims) -> Rate:
+        """What is known of an operation without a table.
+
+        Raises:
+            ProfileError: nothing is.
+        """
+        kind = OPERATIONS[name]
+        rate = self.profile.rates.get(name) or self.profile.rates.get(kind)
         if rate is None:
             dims = ", ".join(f"{name}={value}" for name, value in shape)
             raise ProfileError(
-                f"profile {self.profile.name} does not say how fast {operation.name} is ({dims}): it needs "
+                f"profile {self.profile.name} does not say how fast {name} is ({dims}): it needs "
                 f"a table of it, or [rates.{kind}] with flops_per_s and efficiency ({CALIBRATE})"
             )
-        return "rate", self._roofline(operation, rate)
+        return rate
 
-    def _roofline(self, operation: Operation, rate: Rate) -> float:
+    def roofline(self, operation: Operation, rate: Rate) -> float:
+        """The longer of flops and bytes, with what every call costs."""
         compute_s = operation.flops / (rate.flops_per_s * rate.efficiency) if rate.flops_per_s else 0.0
         bandwidth = self.profile.memory_bytes_per_s
         if bandwidth is None and not compute_s:
@@ -75,13 +80,10 @@ class Rates:
         chain_s = rate.chain_s * operation.rows / max(operation.parts, 1)
         return rate.call_s + chain_s + max(compute_s, memory_s)
 
-    def _table(self, name: str, shape: tuple[tuple[str, int | str], ...]) -> _Interpolated | None:
-        key = (name, shape)
-        if key not in self._tables:
-            dims = dict(shape)
-            table = self._best(name, dims) or self._best(OPERATIONS[name], dims)
-            self._tables[key] = None if table is None else _Interpolated(table)
-        return self._tables[key]
+    def table(self, name: str, shape: Dims) -> Table | None:
+        """The measured table that fits best; None: there is none."""
+        dims = dict(shape)
+        return self._best(name, dims) or self._best(OPERATIONS[name], dims)
 
     def _best(self, name: str, dims: Mapping[str, int | str]) -> Table | None:
         fitting = [
@@ -95,6 +97,41 @@ class Rates:
             return len(table.shape), fits, table.copies if fits else -table.copies
 
         return max(fitting, key=rank, default=None)
+
+
+class OperationRate:
+    """Seconds of one operation of one shape on one kind of device."""
+
+    def __init__(self, rates: Rates, name: str, shape: Dims) -> None:
+        self._rates = rates
+        self._name = name
+        self._shape = shape
+        self._known: dict[Operation, tuple[str, float]] = {}
+
+    def seconds(self, operation: Operation, times: int = 1) -> float:
+        """As `Rates.seconds`; `times` is how often that is done, for the coverage."""
+        if not operation.flops and not operation.num_bytes:
+            return 0.0
+        found = self._known.get(operation)
+        if found is None:
+            found = self._known[operation] = self._found(operation)
+        kind, seconds = found
+        self._rates.coverage[kind] += times * seconds
+        return seconds
+
+    def _found(self, operation: Operation) -> tuple[str, float]:
+        if self._table is not None:
+            return self._table.seconds(operation)
+        return "rate", self._rates.roofline(operation, self._rate)
+
+    @cached_property
+    def _table(self) -> _Interpolated | None:
+        table = self._rates.table(self._name, self._shape)
+        return None if table is None else _Interpolated(table)
+
+    @cached_property
+    def _rate(self) -> Rate:
+        return self._rates.rate(self._name, self._shape)
 
 
 class _Interpolated:

@@ -11,20 +11,19 @@ last, and the two with most rows and most visible keys.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from longprefill.orchestrator.costs.exchanges import ExchangeCosts
+from longprefill.orchestrator.costs.exchanges import ExchangeBytes, ExchangeCosts
 from longprefill.orchestrator.costs.placement import Placement
-from longprefill.orchestrator.costs.rates import Rates
+from longprefill.orchestrator.costs.rates import OperationRate, Rates
 from longprefill.partition.generators import LayoutKind, generate
 from longprefill.partition.layout import Layout, Slice
 from longprefill.partition.operations import (
     LayerPlace,
-    LayerWork,
     Operation,
     edge_operations,
     layer_operations,
@@ -86,11 +85,13 @@ Seconds = defaultdict[str, float]
 class _Group:
     """Operations that every rank runs without an exchange in between: seconds by part, and their sum, for each rank."""
 
-    __slots__ = ("parts", "totals")
+    __slots__ = ("least", "more", "parts", "totals")
 
     def __init__(self, parts: list[Seconds]) -> None:
         self.parts = parts
         self.totals = [sum(found.values()) for found in parts]
+        self.least = min(self.totals)
+        self.more = [seconds - self.least for seconds in self.totals]
 
 
 class _Clocks:
@@ -102,19 +103,13 @@ class _Clocks:
         self.now = now
         self.waiting = [0.0] * len(now)
         self.exposed: Seconds = defaultdict(float)
-        self._groups: dict[int, tuple[_Group, int]] = {}
+        self.groups: dict[_Group, int] = defaultdict(int)
 
     def run(self, group: _Group) -> None:
         """Every rank works."""
-        least = min(group.totals)
-        self.base += least
-        self.now = [now + (seconds - least) for now, seconds in zip(self.now, group.totals, strict=True)]
-        self.count(group)
-
-    def count(self, group: _Group, times: int = 1) -> None:
-        """The group's seconds count once more, whoever moved the clocks."""
-        _, before = self._groups.get(id(group), (group, 0))
-        self._groups[id(group)] = (group, before + times)
+        self.base += group.least
+        self.now = [now + more for now, more in zip(self.now, group.more, strict=True)]
+        self.groups[group] += 1
 
     def meet(self, name: str, seconds: float) -> None:
         """All ranks wait for the last one, then for the exchange."""
@@ -129,27 +124,32 @@ class _Clocks:
         self.exposed[name] += seconds
         self.base += seconds
 
-    def add(self, after: _Clocks) -> None:
-        """What came next, on clocks that began with these ones' `now`."""
-        least = min(after.now)
-        self.base += after.base + least
-        self.now = [now - least for now in after.now]
-        self.waiting = [a + b for a, b in zip(self.waiting, after.waiting, strict=True)]
-        _add(self.exposed, after.exposed)
-        for group, times in after._groups.values():
-            self.count(group, times)
+    def settle(self) -> None:
+        """Counts from the first rank's time on."""
+        least = min(self.now)
+        self.base += least
+        self.now = [now - least for now in self.now]
+
+    def add(self, after: _Clocks, times: int) -> None:
+        """What happened so many times on other clocks, but for where they stand."""
+        self.base += times * after.base
+        self.waiting = [a + times * b for a, b in zip(self.waiting, after.waiting, strict=True)]
+        for name, seconds in after.exposed.items():
+            self.exposed[name] += times * seconds
+        for group, number in after.groups.items():
+            self.groups[group] += times * number
 
     def parts(self, rank: int) -> Seconds:
         """A rank's work by part."""
         total: Seconds = defaultdict(float)
-        for group, times in self._groups.values():
+        for group, times in self.groups.items():
             for name, seconds in group.parts[rank].items():
                 total[name] += times * seconds
         return total
 
     def work_s(self) -> list[float]:
         """Work of every rank."""
-        groups = self._groups.values()
+        groups = self.groups.items()
         return [sum(times * group.totals[rank] for group, times in groups) for rank in range(len(self.now))]
 
 
@@ -163,17 +163,22 @@ class StepOptions:
     is_expert_parallel: bool = False
 
 
-Shapes = dict[str, tuple[tuple[str, int | str], ...]]
-"""Dimensions by operation."""
-Works = dict[LayerShape, dict[str, _Group]]
-"""Seconds of each chosen rank for each group of a layer's operations."""
+LayerGroups = dict[str, _Group]
+"""The groups of a layer's operations, by the names of `LayerWork`."""
+LayerRates = list[dict[str, OperationRate]]
+"""Of the operations of one kind of layer, for every rank or one for all."""
+MOST_COUNTED = 32
+"""Layouts whose counts are kept: the planner asks for a prompt's steps with one thing after another changed."""
 
 
 class _Counted:
-    """The works of the layout that was asked for last: they are the same whatever the links are."""
+    """What was counted of a layout: the same whatever the links are, and most of it whatever the exchange is."""
 
-    layout: Layout | None = None
-    works: Works
+    def __init__(self, layout: Layout, model: ModelShape) -> None:
+        self.layout = layout
+        self.ranks = _chosen(layout)
+        self.groups: dict[tuple[int, Exchange], LayerGroups] = {}
+        self.bytes = ExchangeBytes(layout, model)
 
 
 class StepCosts:
@@ -186,13 +191,22 @@ class StepCosts:
         copies = placement.ranks_per_node
         rates = {id(profile): Rates(profile, copies) for profile in placement.profiles}
         self._rates = [rates[id(profile)] for profile in placement.profiles]
-        self._layers = Counter(model.layers)
-        self._last = _Counted()
+        self._layer_rates: dict[int, LayerRates] = {}
+        self._counted: OrderedDict[tuple[LayoutKind, tuple[Slice, ...]], _Counted] = OrderedDict()
+        self._times: dict[tuple[LayoutKind, tuple[Slice, ...], int], StepTime] = {}
 
     def on(self, placement: Placement) -> StepCosts:
         """The same ranks with other links between them."""
+        return self._changed(placement, self.options)
+
+    def with_options(self, options: StepOptions) -> StepCosts:
+        """The same model and ranks, with other options."""
+        return self._changed(self.placement, options)
+
+    def _changed(self, placement: Placement, options: StepOptions) -> StepCosts:
+        """Shares what is counted."""
         other = copy(self)
-        other.placement = placement
+        other.placement, other.options, other._times = placement, options, {}
         return other
 
     def coverage(self) -> dict[str, float]:
@@ -208,18 +222,35 @@ class StepCosts:
         Raises:
             ProfileError: a rate that the step needs is not known.
         """
-        layout = _layout(kind, tuple(slices), self.placement.cp)
-        if self._last.layout is not layout:
-            self._last.layout, self._last.works = layout, {}
-        return _Step(self, layout, num_ending, self._last.works).time()
+        key = (kind, tuple(slices), num_ending)
+        if key not in self._times:
+            self._times[key] = _Step(self, self._counts(kind, key[1]), num_ending).time()
+        return self._times[key]
 
     def layer_seconds(self, slices: Sequence[Slice]) -> dict[LayerShape, float]:
         """Work of the fullest rank in each kind of layer, without exchanges and Attention Residuals."""
-        step = _Step(self, generate("contiguous", slices, self.placement.cp), 0, {})
-        return {layer: step.work_s(layer) + self.placement.profiles[0].overheads.layer_s for layer in self._layers}
+        step = _Step(self, self._counts("contiguous", tuple(slices)), 0)
+        layer_s = self.placement.profiles[0].overheads.layer_s
+        return {self.model.layers[kind]: step.work_s(kind) + layer_s for kind in dict.fromkeys(self.kinds)}
 
-    def operation_seconds(self, rank: int, operation: Operation, shape: tuple[tuple[str, int | str], ...]) -> float:
-        return self._rates[rank if len(self._rates) > 1 else 0].seconds(operation, shape)
+    def rates(self, kind: int) -> LayerRates:
+        """Of the operations of one kind of layer."""
+        if kind not in self._layer_rates:
+            layer = self.model.layers[kind]
+            shapes = {name: tuple(sorted(operation_shape(name, layer, self.model).items())) for name in PARTS}
+            self._layer_rates[kind] = [
+                {name: rates.of(name, shape) for name, shape in shapes.items()} for rates in self._rates
+            ]
+        return self._layer_rates[kind]
+
+    def _counts(self, kind: LayoutKind, slices: tuple[Slice, ...]) -> _Counted:
+        counted = self._counted.get((kind, slices))
+        if counted is None:
+            counted = _Counted(_layout(kind, slices, self.placement.cp), self.model)
+            self._counted[kind, slices] = counted
+            if len(self._counted) > MOST_COUNTED:
+                self._counted.popitem(last=False)
+        return counted
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
@@ -235,28 +266,20 @@ class StepCosts:
         first: dict[LayerShape, int] = {}
         return tuple(first.setdefault(layer, number) for number, layer in enumerate(self.model.layers))
 
-    @cached_property
-    def shapes(self) -> dict[LayerShape, Shapes]:
-        """Dimensions of every operation of every kind of layer, sorted."""
-        return {
-            layer: {name: tuple(sorted(operation_shape(name, layer, self.model).items())) for name in PARTS}
-            for layer in self._layers
-        }
-
 
 class _Step:
     """One step while it is being added up."""
 
-    def __init__(self, costs: StepCosts, layout: Layout, num_ending: int, works: Works) -> None:
-        """`works`: as far as they are known; more are added."""
+    def __init__(self, costs: StepCosts, counted: _Counted, num_ending: int) -> None:
         self.costs = costs
-        self.layout = layout
+        self.counted = counted
+        self.layout = counted.layout
+        self.ranks = counted.ranks
         self.num_ending = num_ending
-        self.ranks = _chosen(layout)
-        self.exchanges = ExchangeCosts(layout, costs.model, costs.placement)
+        self.exchanges = ExchangeCosts(counted.bytes, costs.placement)
         self.clocks = _Clocks([0.0] * len(self.ranks))
-        self._works = works
         self._layers: dict[tuple[float, ...], _Clocks] = {}
+        self._times: dict[tuple[float, ...], int] = defaultdict(int)
         self._mixing: dict[int, _Group] = {}
         self._halo_s: dict[int, float] = {}
 
@@ -264,26 +287,27 @@ class _Step:
         costs, clocks = self.costs, self.clocks
         overheads = costs.placement.profiles[0].overheads
         embed, head = edge_operations(self.layout, costs.model, costs.placement.tp, self.num_ending)
-        first = costs.shapes[costs.model.layers[0]]
-        clocks.run(_Group([self._seconds(rank, (embed,), first) for rank in self.ranks]))
+        clocks.run(self._group(0, [(embed,)] * len(self.ranks)))
         for kind, sources in zip(costs.kinds, costs.sources, strict=False):
             self._run_layer(kind)
             self._mix(sources)
         self._mix(costs.sources[-1])
+        for key, times in self._times.items():
+            clocks.add(self._layers[key], times)
         if self.num_ending:
-            clocks.run(_Group([self._seconds(rank, (head,), first) for rank in self.ranks]))
+            clocks.run(self._group(0, [(head,)] * len(self.ranks)))
         clocks.meet("boundary state", self.exchanges.boundary_s())
         clocks.pay("host", overheads.step_s)
         return self._result()
 
-    def work_s(self, layer: LayerShape) -> float:
+    def work_s(self, kind: int) -> float:
         """The fullest rank's seconds in one layer."""
-        groups = self._work(layer).values()
+        groups = self._work(kind).values()
         return max(sum(group.totals[n] for group in groups) for n in range(len(self.ranks)))
 
     def _run_layer(self, kind: int) -> None:
         """One more layer: counted once for each kind and for how far the ranks are apart when it begins, which is
-        nothing where it begins with a meeting."""
+        nothing where it begins with a meeting. Here the clocks are set; what passed is added at the end."""
         whole, mixer = self.clocks, self.costs.model.layers[kind].mixer
         if isinstance(mixer, KdaShape) and self.layout.num_ranks > 1:
             if kind not in self._halo_s:
@@ -292,14 +316,16 @@ class _Step:
         key = (kind, *whole.now)
         if key not in self._layers:
             self.clocks = self._layers[key] = _Clocks(whole.now)
-            self._layer(self.costs.model.layers[kind])
+            self._layer(kind)
             self.clocks.pay("host", self.costs.placement.profiles[0].overheads.layer_s)
+            self.clocks.settle()
             self.clocks = whole
-        whole.add(self._layers[key])
+        whole.now = self._layers[key].now
+        self._times[key] += 1
 
-    def _layer(self, layer: LayerShape) -> None:
+    def _layer(self, kind: int) -> None:
         clocks, exchanges, options = self.clocks, self.exchanges, self.costs.options
-        work = self._work(layer)
+        layer, work = self.costs.model.layers[kind], self._work(kind)
         clocks.pay("tensor parallel", exchanges.tensor_parallel_s(layer))
         if isinstance(layer.mixer, KdaShape):
             clocks.run(work["before"])
@@ -331,7 +357,7 @@ class _Step:
         if not rows_s:
             clocks.run(beside)
             return
-        clocks.count(beside)
+        clocks.groups[beside] += 1
         overlap = self.costs.placement.profiles[0].overheads.overlap
         started = max(clocks.now)
         exposed = [rows_s - overlap * min(rows_s, work_s) for work_s in beside.totals]
@@ -348,37 +374,41 @@ class _Step:
         if not sources:
             return
         if sources not in self._mixing:
-            model, first = self.costs.model, self.costs.shapes[self.costs.model.layers[0]]
-            mixing: dict[int, Operation] = {}
-            found: list[Seconds] = []
-            for rank in self.ranks:
-                own = -(-self.layout.row_counts[rank] // self.costs.placement.tp)
-                if own not in mixing:
-                    _, mixing[own] = residual_operations(model, own, sources)
-                found.append(self._seconds(rank, (mixing[own],), first))
-            self._mixing[sources] = _Group(found)
+            model, num_tp = self.costs.model, self.costs.placement.tp
+            rows = [-(-self.layout.row_counts[rank] // num_tp) for rank in self.ranks]
+            mixing = {own: residual_operations(model, own, sources)[1:] for own in set(rows)}
+            self._mixing[sources] = self._group(0, [mixing[own] for own in rows])
         self.clocks.run(self._mixing[sources])
 
-    def _work(self, layer: LayerShape) -> dict[str, _Group]:
-        """Seconds of each chosen rank by part, for each group of the layer's operations."""
-        known = self._works.get(layer)
+    def _work(self, kind: int) -> LayerGroups:
+        """The groups of a layer's operations."""
+        layer, exchange = self.costs.model.layers[kind], self.costs.options.exchange
+        key = (kind, exchange if isinstance(layer.mixer, KdaShape) else "all_gather")
+        known = self.counted.groups.get(key)
         if known is None:
-            place = LayerPlace(exchange=self.costs.options.exchange, num_tp=self.costs.placement.tp)
+            place = LayerPlace(exchange=exchange, num_tp=self.costs.placement.tp)
             works = layer_operations(self.layout, layer, self.costs.model, place, self.ranks)
-            shapes = self.costs.shapes[layer]
-            ranked = list(zip(self.ranks, works, strict=True))
-            known = {
-                name: _Group([self._seconds(rank, _group(work, name), shapes) for rank, work in ranked])
+            known = self.counted.groups[key] = {
+                name: self._group(kind, [getattr(work, name) for work in works])
                 for name in ("before", "beside", "after", "route", "ffn")
             }
-            self._works[layer] = known
         return known
 
-    def _seconds(self, rank: int, operations: Sequence[Operation], shapes: Shapes) -> Seconds:
-        found: Seconds = defaultdict(float)
-        for operation in operations:
-            found[PARTS[operation.name]] += self.costs.operation_seconds(rank, operation, shapes[operation.name])
-        return found
+    def _group(self, kind: int, operations: Sequence[tuple[Operation, ...]]) -> _Group:
+        """A group of operations of each chosen rank; what several ranks share is asked for once."""
+        rates = self.costs.rates(kind)
+        places = [rank if len(rates) > 1 else 0 for rank in self.ranks]
+        keys = [(place, id(own)) for place, own in zip(places, operations, strict=True)]
+        times: dict[tuple[int, int], int] = defaultdict(int)
+        for key in keys:
+            times[key] += 1
+        found: dict[tuple[int, int], Seconds] = {}
+        for key, own in zip(keys, operations, strict=True):
+            if key not in found:
+                parts = found[key] = defaultdict(float)
+                for operation in own:
+                    parts[PARTS[operation.name]] += rates[key[0]][operation.name].seconds(operation, times[key])
+        return _Group([found[key] for key in keys])
 
     def _longest_scan(self, work: Mapping[str, _Group]) -> float:
         """Scan seconds of one fragment, of the rank that has most."""
@@ -412,12 +442,8 @@ def _add(total: Seconds, found: Mapping[str, float]) -> None:
 
 @lru_cache(maxsize=256)
 def _layout(kind: LayoutKind, slices: tuple[Slice, ...], num_cp: int) -> Layout:
-    """The planner asks for one layout with every exchange."""
+    """The planner asks for one layout for several shapes of the model."""
     return generate(kind, slices, num_cp)
-
-
-def _group(work: LayerWork, name: str) -> tuple[Operation, ...]:
-    return getattr(work, name)
 
 
 def _chosen(layout: Layout) -> tuple[int, ...]:

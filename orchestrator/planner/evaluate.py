@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from longprefill.orchestrator.costs.exchanges import ExchangeCosts
+from longprefill.orchestrator.costs.exchanges import ExchangeBytes, ExchangeCosts
 from longprefill.orchestrator.costs.profile import ProfileError
 from longprefill.orchestrator.costs.prompt import PromptTime, prompt_time
 from longprefill.orchestrator.costs.rates import LinkRates
@@ -79,7 +79,7 @@ class Evaluator:
         self._weights: dict[int, int] = {}
         self._weights_of: dict[tuple[int, int], int] = {}
         self._per_token: dict[int, int] = {}
-        self._costs: dict[tuple[object, ...], StepCosts] = {}
+        self._costs: dict[tuple[object, ...], dict[StepOptions, StepCosts]] = {}
 
     def with_tokens(self, num_tokens: int) -> Evaluator:
         """The same for one prompt of another length, with nothing cached."""
@@ -265,10 +265,13 @@ class Evaluator:
             is_cache_sharded=candidate.is_cache_sharded,
             is_expert_parallel=candidate.is_expert_parallel,
         )
-        key = (candidate.cp, candidate.tp, candidate.latent_format, candidate.index_format, options)
-        if key not in self._costs:
-            self._costs[key] = StepCosts(self.shape(candidate), site.placement, options)
-        return self._costs[key]
+        key = (candidate.cp, candidate.tp, candidate.latent_format, candidate.index_format, options.is_expert_parallel)
+        by_options = self._costs.setdefault(key, {})
+        if not by_options:
+            by_options[options] = StepCosts(self.shape(candidate), site.placement, options)
+        elif options not in by_options:
+            by_options[options] = next(iter(by_options.values())).with_options(options)
+        return by_options[options]
 
     def traffic(self, candidate: Candidate) -> dict[str, int]:
         """Bytes that the fullest rank receives from other ranks over the whole prompt, by operation; those of expert
@@ -286,7 +289,7 @@ class Evaluator:
             found[name] += int(most * steps)
         site = self.machines.site(candidate.cp, candidate.tp)
         assert site is not None
-        exchanges = ExchangeCosts(layout, self.shape(candidate), site.placement)
+        exchanges = ExchangeCosts(ExchangeBytes(layout, self.shape(candidate)), site.placement)
         for layer in self.shape(candidate).layers:
             gathers, sums = exchanges.tensor_parallel_bytes(layer)
             found["tensor_parallel"] += int((sum(gathers) + sum(sums)) * steps)

@@ -26,8 +26,9 @@ from longprefill.orchestrator.planner.candidate import Candidate, PlanError, Pla
 from longprefill.orchestrator.planner.crossovers import _contiguous_from, _speed_up, _with_room, crossovers
 from longprefill.orchestrator.planner.evaluate import Evaluator, mean_wait_rounds
 from longprefill.orchestrator.planner.models import find_model
-from longprefill.orchestrator.planner.report import RUNNABLE_EXCHANGES, show_scaling
+from longprefill.orchestrator.planner.report import RUNNABLE_EXCHANGES
 from longprefill.orchestrator.planner.search import choose
+from longprefill.orchestrator.planner.tables import show_scaling
 from longprefill.orchestrator.simulator.cluster import NetworkSettings, read_cluster
 from longprefill.partition.errors import ModelError, UserError
 from longprefill.partition.generators import generate
