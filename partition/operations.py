@@ -8,8 +8,9 @@ tensor-parallel rank's share of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -109,29 +110,12 @@ def layer_operations(
 ) -> tuple[LayerWork, ...]:
     """The operations of one layer for every context-parallel rank, or the given ones: for that of its tensor-parallel
     ranks with most rows."""
-    mixer = layer.mixer
+    chosen = range(layout.num_ranks) if ranks is None else ranks
+    ffns = cache(lambda rows: _ffn_operations(layer.ffn, model, rows, -(-rows // place.num_tp)))
     works = []
-    kda_folds = _folds_of(layout, mixer, place.exchange)
-    halos = halo_flops(layout, mixer, model.hidden) if isinstance(mixer, KdaShape) else []
-    feed_forwards: dict[int, tuple[tuple[Operation, ...], tuple[Operation, ...]]] = {}  # by rows: few ranks differ
-    for rank in range(layout.num_ranks) if ranks is None else ranks:
-        local = layout.local(rank)
-        rows = layout.row_counts[rank]
-        if rows not in feed_forwards:
-            own = -(-rows // place.num_tp)
-            route, ffn = _ffn_operations(layer.ffn, model, rows, own)
-            # sources of Attention Residuals depend on the layer's place
-            feed_forwards[rows] = route, ffn + residual_operations(model, own, 0)
-        route, ffn = feed_forwards[rows]
-        if isinstance(mixer, KdaShape):
-            before, after = _kda_operations(_KdaRank(layout, rank, kda_folds[rank], halos[rank]), mixer, model, place)
-            works.append(LayerWork(before=before, after=after, route=route, ffn=ffn))
-        elif isinstance(mixer, MlaShape):
-            before, beside, after = _mla_operations(local, mixer, model, place.num_tp, layout.num_tokens)
-            works.append(LayerWork(before=before, beside=beside, after=after, route=route, ffn=ffn))
-        else:
-            before, after = _gqa_operations(local, mixer, model, rows)
-            works.append(LayerWork(before=before, after=after, route=route, ffn=ffn))
+    for rank, mixer in zip(chosen, _mixer_operations(layout, layer.mixer, model, place, chosen), strict=True):
+        route, ffn = ffns(layout.row_counts[rank])
+        works.append(LayerWork(before=mixer.before, beside=mixer.beside, after=mixer.after, route=route, ffn=ffn))
     return tuple(works)
 
 
@@ -175,29 +159,72 @@ def _plain(shape: object) -> dict[str, int | str]:
     return {name: int(value) for name, value in values.items() if isinstance(value, int)}
 
 
-def _folds_of(layout: Layout, mixer: object, exchange: Exchange) -> list[int]:
+def _folds_of(layout: Layout, kda: KdaShape, exchange: Exchange) -> list[int]:
     counts = [0] * layout.num_ranks
-    if isinstance(mixer, KdaShape):
-        for piece in layout.slices:
-            chain = layout.chain(piece.job)
-            for rank, number in enumerate(folds(chain, layout.num_ranks, mixer.num_value_heads, exchange)):
-                counts[rank] += number
+    for piece in layout.slices:
+        chain = layout.chain(piece.job)
+        for rank, number in enumerate(folds(chain, layout.num_ranks, kda.num_value_heads, exchange)):
+            counts[rank] += number
     return counts
 
 
+class _MixerWork(NamedTuple):
+    before: tuple[Operation, ...]
+    beside: tuple[Operation, ...]
+    after: tuple[Operation, ...]
+
+
+def _mixer_operations(
+    layout: Layout, mixer: KdaShape | MlaShape | GqaShape, model: ModelShape, place: LayerPlace, ranks: Sequence[int]
+) -> list[_MixerWork]:
+    """By rank; what several ranks have in common is counted once and is one object."""
+    if isinstance(mixer, KdaShape):
+        num_folds = _folds_of(layout, mixer, place.exchange)
+        halos = halo_flops(layout, mixer, model.hidden)
+        owns = [_kda_rank(layout, rank, num_folds[rank], halos[rank], place.exchange) for rank in ranks]
+        known = {own: _kda_operations(own, mixer, model) for own in set(owns)}
+        return [known[own] for own in owns]
+    if isinstance(mixer, MlaShape):
+        projections = cache(lambda rows: _mla_projections(rows, mixer, model, place.num_tp))
+        found: list[_MixerWork] = []
+        for rank in ranks:
+            before, beside, output = projections(layout.row_counts[rank])
+            attended = _mla_attention(layout.local(rank), mixer, model, place.num_tp, layout.num_tokens)
+            found.append(_MixerWork(before, beside, (*attended, *output)))
+        return found
+    return [_gqa_operations(layout.local(rank), mixer, model, layout.row_counts[rank]) for rank in ranks]
+
+
 class _KdaRank(NamedTuple):
-    layout: Layout
-    rank: int
+    """What a rank's operations of a KDA layer follow from: lengths of its fragments that begin a chain, of those that
+    follow, and of those among them whose summary is published."""
+
+    first: tuple[int, ...]
+    later: tuple[int, ...]
+    middle: tuple[int, ...]
     num_folds: int
     halo_flops: int
 
 
-def _kda_operations(
-    own: _KdaRank, kda: KdaShape, model: ModelShape, place: LayerPlace
-) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
-    layout, num_folds = own.layout, own.num_folds
-    local = layout.local(own.rank)
-    rows = sum(fragment.length for fragment in local)
+def _kda_rank(layout: Layout, rank: int, num_folds: int, halo_flops: int, exchange: Exchange) -> _KdaRank:
+    local = layout.local(rank)
+    later = [fragment for fragment in local if fragment.order > 0]
+    middle = [
+        fragment.length
+        for fragment in later
+        if exchange != "relay" and chain_role(fragment.order, len(layout.chain(fragment.job))).publishes_transition
+    ]
+    return _KdaRank(
+        first=tuple(fragment.length for fragment in local if fragment.order == 0),
+        later=tuple(fragment.length for fragment in later),
+        middle=tuple(middle),
+        num_folds=num_folds,
+        halo_flops=halo_flops,
+    )
+
+
+def _kda_operations(own: _KdaRank, kda: KdaShape, model: ModelShape) -> _MixerWork:
+    rows, num_parts = sum(own.first) + sum(own.later), len(own.first) + len(own.later)
     element, hidden = model.element_bytes, model.hidden
     value_width = kda.num_value_heads * kda.value_dim
     width = kda.conv_channels + kda.num_value_heads * kda.key_dim + value_width
@@ -206,55 +233,50 @@ def _kda_operations(
     project = rows * (kda_projection_flops(kda, hidden) - output) + own.halo_flops
     scan_bytes = element * (kda.conv_channels + value_width) + 4 * kda.num_value_heads * kda.key_dim
 
-    def scanned(name: str, fragments: Iterable[Fragment], flops: int, per_row: int) -> list[Operation]:
-        lengths = [fragment.length for fragment in fragments]
+    def scanned(name: str, lengths: Sequence[int], flops: int) -> list[Operation]:
         if not lengths:
             return []
-        num_bytes = sum(lengths) * per_row + len(lengths) * kda.state_bytes
+        num_bytes = sum(lengths) * scan_bytes + len(lengths) * kda.state_bytes
         return [Operation(name, sum(lengths), 0, len(lengths), sum(lengths) * flops, num_bytes)]
 
-    first = [fragment for fragment in local if fragment.order == 0]
-    later = [fragment for fragment in local if fragment.order > 0]
-    middle = [
-        fragment
-        for fragment in later
-        if place.exchange != "relay"
-        and chain_role(fragment.order, len(layout.chain(fragment.job))).publishes_transition
-    ]
     before = [
         Operation("kda.project", rows, 0, 1, project, _gemm_bytes(rows, hidden, width, element)),
-        Operation("kda.conv", rows, 0, len(local), 0, rows * 4 * kda.conv_channels * element),
-        *scanned("kda.scan", first, scan_flops, scan_bytes),
-        *scanned("kda.summary", middle, summary_flops, scan_bytes),
+        Operation("kda.conv", rows, 0, num_parts, 0, rows * 4 * kda.conv_channels * element),
+        *scanned("kda.scan", own.first, scan_flops),
+        *scanned("kda.summary", own.middle, summary_flops),
     ]
     after = [
-        *([fold_operation(kda, num_folds)] if num_folds else []),
-        *scanned("kda.scan", later, scan_flops, scan_bytes),
+        *([fold_operation(kda, own.num_folds)] if own.num_folds else []),
+        *scanned("kda.scan", own.later, scan_flops),
         Operation("kda.output", rows, 0, 1, rows * output, _gemm_bytes(rows, value_width, hidden, element)),
     ]
-    return tuple(before), tuple(after)
+    return _MixerWork(tuple(before), (), tuple(after))
 
 
-def _mla_operations(
-    local: Sequence[Fragment], mla: MlaShape, model: ModelShape, num_tp: int, num_written: int
-) -> tuple[tuple[Operation, ...], ...]:
-    """`num_written`: rows of the whole step, which every rank writes to its pages."""
-    rows = sum(fragment.length for fragment in local)
+def _mla_projections(rows: int, mla: MlaShape, model: ModelShape, num_tp: int) -> tuple[tuple[Operation, ...], ...]:
+    """Cache rows; queries; output."""
     own = -(-rows // num_tp)
     element, hidden = model.element_bytes, model.hidden
     parts = mla_projection_flops(mla, hidden)
     query_width, value_width = mla.num_heads * (mla.nope_dim + mla.rope_dim), mla.num_heads * mla.value_dim
     latent = mla.kv_lora_rank + mla.rope_dim
     query_input = hidden if mla.q_lora_rank is None else mla.q_lora_rank
-    before = [Operation("mla.rows", own, 0, 1, own * parts.rows, _gemm_bytes(own, hidden, latent, element))]
+    cached = Operation("mla.rows", own, 0, 1, own * parts.rows, _gemm_bytes(own, hidden, latent, element))
     query_flops = rows * parts.query + own * parts.own_query
     query = Operation("mla.query", rows, 0, 1, query_flops, _gemm_bytes(rows, query_input, query_width, element))
-    attended = [operation for fragment in local for operation in _attended(fragment, mla, element, num_tp)]
-    row_bytes = mla.row_bytes + (0 if mla.indexer is None else mla.indexer.key_bytes // mla.indexer.pool)
-    written = Operation("mla.write", num_written, 0, len(local), 0, 2 * num_written * row_bytes)
     output_bytes = _gemm_bytes(rows, value_width, hidden, element)
     output = Operation("mla.output", rows, 0, 1, rows * parts.output, output_bytes)
-    return tuple(before), (query,), (written, *_expanded_once(attended, local, mla), output)
+    return (cached,), (query,), (output,)
+
+
+def _mla_attention(
+    local: Sequence[Fragment], mla: MlaShape, model: ModelShape, num_tp: int, num_written: int
+) -> list[Operation]:
+    """`num_written`: rows of the whole step, which every rank writes to its pages."""
+    attended = [operation for fragment in local for operation in _attended(fragment, mla, model.element_bytes, num_tp)]
+    row_bytes = mla.row_bytes + (0 if mla.indexer is None else mla.indexer.key_bytes // mla.indexer.pool)
+    written = Operation("mla.write", num_written, 0, len(local), 0, 2 * num_written * row_bytes)
+    return [written, *_expanded_once(attended, local, mla)]
 
 
 def _attended(fragment: Fragment, mla: MlaShape, element: int, num_tp: int) -> list[Operation]:
@@ -307,9 +329,7 @@ def _expanded_once(attended: list[Operation], local: Sequence[Fragment], mla: Ml
     ]
 
 
-def _gqa_operations(
-    local: Sequence[Fragment], gqa: GqaShape, model: ModelShape, rows: int
-) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+def _gqa_operations(local: Sequence[Fragment], gqa: GqaShape, model: ModelShape, rows: int) -> _MixerWork:
     element, hidden = model.element_bytes, model.hidden
     width = (gqa.num_heads + 2 * gqa.num_kv_heads) * gqa.head_dim
     inner = gqa.num_heads * gqa.head_dim
@@ -327,16 +347,18 @@ def _gqa_operations(
     ]
     project = Operation("mla.query", rows, 0, 1, 2 * rows * hidden * width, _gemm_bytes(rows, hidden, width, element))
     output = Operation("mla.output", rows, 0, 1, 2 * rows * inner * hidden, _gemm_bytes(rows, inner, hidden, element))
-    return (project,), (*attended, output)
+    return _MixerWork((project,), (), (*attended, output))
 
 
 def _ffn_operations(
     ffn: DenseShape | MoeShape, model: ModelShape, rows: int, own: int
 ) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+    """Routing; the rest with norms and residual mixing, but for Attention Residuals, whose sources differ by layer."""
     hidden, element = model.hidden, model.element_bytes
+    mixing = residual_operations(model, own, 0)
     if isinstance(ffn, DenseShape):
         num_bytes = element * (3 * hidden * ffn.intermediate + rows * (2 * hidden + 3 * ffn.intermediate))
-        return (), (Operation("ffn.dense", rows, 0, 1, rows * ffn_flops(ffn, hidden).dense, num_bytes),)
+        return (), (Operation("ffn.dense", rows, 0, 1, rows * ffn_flops(ffn, hidden).dense, num_bytes), *mixing)
     parts = ffn_flops(ffn, hidden)
     width = hidden if ffn.latent_dim is None else ffn.latent_dim
     used = ffn.num_experts * (1.0 - (1.0 - ffn.experts_per_token / max(ffn.num_experts, 1)) ** own)
@@ -346,9 +368,9 @@ def _ffn_operations(
     route = Operation("moe.route", own, 0, 1, own * parts.route, 4 * own * (hidden + ffn.num_experts))
     experts = Operation("moe.experts", own, 0, 1, own * parts.experts, element * (weights + streams))
     if not ffn.shared_intermediate:
-        return (route,), (experts,)
+        return (route,), (experts, *mixing)
     shared_bytes = element * (3 * hidden * ffn.shared_intermediate + rows * (2 * hidden + 3 * ffn.shared_intermediate))
-    return (route,), (experts, Operation("moe.shared", rows, 0, 1, rows * parts.shared, shared_bytes))
+    return (route,), (experts, Operation("moe.shared", rows, 0, 1, rows * parts.shared, shared_bytes), *mixing)
 
 
 def residual_operations(model: ModelShape, own: int, sources: int) -> tuple[Operation, ...]:

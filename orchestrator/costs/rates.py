@@ -108,15 +108,15 @@ class OperationRate:
         self._shape = shape
         self._known: dict[Operation, tuple[str, float]] = {}
 
-    def seconds(self, operation: Operation, times: int = 1) -> float:
-        """As `Rates.seconds`; `times` is how often that is done, for the coverage."""
+    def seconds(self, operation: Operation) -> float:
+        """As `Rates.seconds`."""
         if not operation.flops and not operation.num_bytes:
             return 0.0
         found = self._known.get(operation)
         if found is None:
             found = self._known[operation] = self._found(operation)
         kind, seconds = found
-        self._rates.coverage[kind] += times * seconds
+        self._rates.coverage[kind] += seconds
         return seconds
 
     def _found(self, operation: Operation) -> tuple[str, float]:

@@ -88,10 +88,15 @@ class _Group:
     __slots__ = ("least", "more", "parts", "totals")
 
     def __init__(self, parts: list[Seconds]) -> None:
+        sums: dict[int, float] = {}
+        for found in parts:
+            if id(found) not in sums:
+                sums[id(found)] = sum(found.values())
         self.parts = parts
-        self.totals = [sum(found.values()) for found in parts]
-        self.least = min(self.totals)
-        self.more = [seconds - self.least for seconds in self.totals]
+        self.totals = [sums[id(found)] for found in parts]
+        self.least = min(sums.values())
+        self.more = [seconds - self.least for seconds in self.totals] if len(sums) > 1 else None
+        """Beyond the least; None: all take the same."""
 
 
 class _Clocks:
@@ -108,7 +113,8 @@ class _Clocks:
     def run(self, group: _Group) -> None:
         """Every rank works."""
         self.base += group.least
-        self.now = [now + more for now, more in zip(self.now, group.more, strict=True)]
+        if group.more is not None:
+            self.now = [now + more for now, more in zip(self.now, group.more, strict=True)]
         self.groups[group] += 1
 
     def meet(self, name: str, seconds: float) -> None:
@@ -210,7 +216,7 @@ class StepCosts:
         return other
 
     def coverage(self) -> dict[str, float]:
-        """Shares of the operations' seconds so far by how they were found (see `Rates`)."""
+        """Shares of the seconds of all different operations so far by how they were found (see `Rates`)."""
         total: Seconds = defaultdict(float)
         for rates in {id(rates): rates for rates in self._rates}.values():
             _add(total, rates.coverage)
@@ -362,11 +368,11 @@ class _Step:
         started = max(clocks.now)
         exposed = [rows_s - overlap * min(rows_s, work_s) for work_s in beside.totals]
         least = min(exposed)
-        for rank, work_s in enumerate(beside.totals):
-            ready = clocks.now[rank] + work_s
-            # what differs between ranks counts as waiting
-            clocks.waiting[rank] += max(started - ready, 0.0) + exposed[rank] - least
-            clocks.now[rank] = max(ready, started) + exposed[rank]
+        ready = [now + work_s for now, work_s in zip(clocks.now, beside.totals, strict=True)]
+        clocks.now = [max(own, started) + late for own, late in zip(ready, exposed, strict=True)]
+        # what differs between ranks counts as waiting
+        waiting = zip(clocks.waiting, ready, exposed, strict=True)
+        clocks.waiting = [waited + max(started - own, 0.0) + late - least for waited, own, late in waiting]
         clocks.exposed["cache rows"] += least
 
     def _mix(self, sources: int) -> None:
@@ -397,18 +403,17 @@ class _Step:
     def _group(self, kind: int, operations: Sequence[tuple[Operation, ...]]) -> _Group:
         """A group of operations of each chosen rank; what several ranks share is asked for once."""
         rates = self.costs.rates(kind)
-        places = [rank if len(rates) > 1 else 0 for rank in self.ranks]
-        keys = [(place, id(own)) for place, own in zip(places, operations, strict=True)]
-        times: dict[tuple[int, int], int] = defaultdict(int)
-        for key in keys:
-            times[key] += 1
         found: dict[tuple[int, int], Seconds] = {}
-        for key, own in zip(keys, operations, strict=True):
-            if key not in found:
-                parts = found[key] = defaultdict(float)
+        parts: list[Seconds] = []
+        for rank, own in zip(self.ranks, operations, strict=True):
+            place = rank if len(rates) > 1 else 0
+            known = found.get((place, id(own)))
+            if known is None:
+                known = found[place, id(own)] = defaultdict(float)
                 for operation in own:
-                    parts[PARTS[operation.name]] += rates[key[0]][operation.name].seconds(operation, times[key])
-        return _Group([found[key] for key in keys])
+                    known[PARTS[operation.name]] += rates[place][operation.name].seconds(operation)
+            parts.append(known)
+        return _Group(parts)
 
     def _longest_scan(self, work: Mapping[str, _Group]) -> float:
         """Scan seconds of one fragment, of the rank that has most."""

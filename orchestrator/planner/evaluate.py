@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
+from typing import NamedTuple
 
 from longprefill.orchestrator.costs.exchanges import ExchangeBytes, ExchangeCosts
 from longprefill.orchestrator.costs.profile import ProfileError
@@ -64,6 +65,14 @@ class RankKind:
     """With spread experts as many as the fullest rank has of them."""
 
 
+class _Sizes(NamedTuple):
+    """Bytes of one job on a rank: of a page of all layers, of the widest layer's row, of KDA states and conv tails."""
+
+    page: int
+    widest_row: float
+    states: int
+
+
 class Evaluator:
     """One model, one request, one set of machines."""
 
@@ -76,6 +85,7 @@ class Evaluator:
         """Candidates that could not be estimated, and which rate is missing."""
         self._found: dict[tuple[str, Candidate], Estimate | None] = {}
         self._shapes: dict[tuple[int, int | None, str, str], ModelShape] = {}
+        self._sizes_of: dict[tuple[int, str, str], _Sizes] = {}
         self._weights: dict[int, int] = {}
         self._weights_of: dict[tuple[int, int], int] = {}
         self._per_token: dict[int, int] = {}
@@ -114,13 +124,12 @@ class Evaluator:
         """Bytes of the fullest rank: weights, caches of the jobs that it holds at once, a step's activations."""
         request = self.request
         num_pages = candidate.jobs_per_step * -(-request.tokens // PAGE_TOKENS)
-        settings = self.settings(candidate.latent_format, candidate.index_format)
-        cache = num_pages * cache_bytes_per_page(self.config, settings)
+        sizes = self._sizes(candidate)
+        cache = num_pages * sizes.page
         if candidate.is_cache_sharded:
             # its own rows, and one layer's rows of everything while that layer runs
-            widest = max((_row_bytes(layer.mixer) for layer in self.shape(candidate).layers), default=0)
-            cache = -(-cache // candidate.cp) + ceil(num_pages * PAGE_TOKENS * widest)
-        cache += 2 * candidate.jobs_per_step * state_bytes(self.shape(candidate))
+            cache = -(-cache // candidate.cp) + ceil(num_pages * PAGE_TOKENS * sizes.widest_row)
+        cache += 2 * candidate.jobs_per_step * sizes.states
         rows = min(candidate.step_tokens, num_pages * PAGE_TOKENS)
         per_token = self._step_bytes(candidate.num_devices)
         return RankMemory(
@@ -129,6 +138,19 @@ class Evaluator:
             cache=cache,
             step=KERNEL_BYTES + rows * per_token,
         )
+
+    def _sizes(self, candidate: Candidate) -> _Sizes:
+        """Sizes of one job's caches, which experts have no part in."""
+        key = (candidate.tp, candidate.latent_format, candidate.index_format)
+        if key not in self._sizes_of:
+            shape = self.shape(replace(candidate, is_expert_parallel=False))
+            settings = self.settings(candidate.latent_format, candidate.index_format)
+            self._sizes_of[key] = _Sizes(
+                page=cache_bytes_per_page(self.config, settings),
+                widest_row=max((_row_bytes(layer.mixer) for layer in shape.layers), default=0),
+                states=state_bytes(shape),
+            )
+        return self._sizes_of[key]
 
     def memory_by_rank(self, candidate: Candidate, site: Site) -> list[RankKind]:
         """Kinds of ranks: they differ by device, and in weights by their place in the tensor-parallel group."""
@@ -299,8 +321,7 @@ class Evaluator:
 
     def handoff_bytes(self, candidate: Candidate, num_tokens: int) -> int:
         """Pages of so many tokens, all layers."""
-        settings = self.settings(candidate.latent_format, candidate.index_format)
-        return -(-num_tokens // PAGE_TOKENS) * cache_bytes_per_page(self.config, settings)
+        return -(-num_tokens // PAGE_TOKENS) * self._sizes(candidate).page
 
     def _finished(self, candidate: Candidate, site: Site, prompt: PromptTime) -> Estimate:
         request = self.request
@@ -327,7 +348,7 @@ class Evaluator:
             return 0.0
         request = self.request
         pages = candidate.jobs_per_step * self.handoff_bytes(candidate, request.tokens - request.cached)
-        last = pages // prompt.num_steps + candidate.jobs_per_step * state_bytes(self.shape(candidate)) * candidate.tp
+        last = pages // prompt.num_steps + candidate.jobs_per_step * self._sizes(candidate).states * candidate.tp
         last += candidate.jobs_per_step * 4 * self.config.vocab_size
         links = LinkRates(site.placement.links, site.placement.profiles[0].name)
         scope = "network" if len(self.machines.machines) > 1 else "node"

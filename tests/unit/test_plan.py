@@ -146,7 +146,7 @@ def test_planning_needs_neither_torch_nor_ray() -> None:
         "    sys.argv = words\n"
         "    try:\n        cli.main()\n"
         "    except SystemExit as ended:\n        codes.append(ended.code)\n"
-        "print(len(codes), *sorted({'torch', 'ray', 'numpy'} & set(sys.modules)), file=sys.stderr)\n"
+        "print(len(codes), *sorted({'torch', 'ray', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr)\n"
     )
     questions = json.dumps([arguments(question) for question in QUESTIONS.values()])
     done = subprocess.run(
