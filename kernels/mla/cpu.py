@@ -1,8 +1,7 @@
-"""Latent attention by the compiled kernels: the absorbed form over selected rows (cpu_src/sparse.cpp), in bf16 on AMX,
-else in fp32, and the expanded form, dense or
-over selected rows, in bf16 on AMX (cpu_src/expanded.cpp). fp64 and fp16 queries, formats that the kernels do
-not know, and the dense form elsewhere go to `plain`. A single query takes the absorbed form: expanding every key for it
-costs more than reading it.
+"""Latent attention by the compiled kernels: the absorbed form over selected rows (cpu_src/sparse.cpp) and the expanded
+form, dense or over selected rows; in bf16 on AMX (cpu_src/expanded.cpp), in fp32 products on processors without bf16 ones
+(cpu_src/expanded_fp32.cpp). fp64 and fp16 queries, formats that the kernels do not know, and the dense form on what is
+left go to `plain`. A single query takes the absorbed form: expanding every key for it costs more than reading it.
 
 Legend: T queries, H heads, R latent rank, P rope dim, S places, Q = nope + P query dim, N nope dim, V value dim.
 """
@@ -10,6 +9,7 @@ Legend: T queries, H heads, R latent rank, P rope dim, S places, Q = nope + P qu
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -23,10 +23,20 @@ from . import plain
 
 STATE_BYTES = 64 << 20
 """Sums of the heads that the expanded form takes at once: fp32 [heads, T, V]."""
-GATHER_PRODUCTS = 107
-"""What gathering one number of a row costs, in products of the expanded form (measured, README.md)."""
-ABSORBED_COST = 0.8
-"""A product of the absorbed form, in the same."""
+
+
+class FormCosts(NamedTuple):
+    """What the absorbed form costs, in products of the expanded one (measured, README.md)."""
+
+    product: float
+    gather: float
+    """One number of a selected row, read and widened."""
+    fewest_heads: int
+    """Fewer are multiplied as if they were so many."""
+
+
+AMX_COSTS = FormCosts(product=0.8, gather=107, fewest_heads=16)
+FP32_COSTS = FormCosts(product=1.1, gather=7, fewest_heads=4)
 
 
 def sparse(
@@ -92,7 +102,7 @@ def selected(
     """
     is_compiled = format_code(rows.format) is not None and _expanding_op(q_THQ) is not None
     plain.check_dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start)
-    if is_compiled and len(q_THQ) > 1 and _is_expanding_faster(q_THQ, indices_TS, w_uk_HNR, w_uv_HVR, start):
+    if is_compiled and len(q_THQ) > 1 and is_expanding_faster(q_THQ, indices_TS, w_uk_HNR, w_uv_HVR, start):
         return _expanded(q_THQ, rows, indices_TS, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
     return _absorbed(q_THQ, rows, indices_TS, w_uk_HNR, w_uv_HVR, scale=scale)
 
@@ -107,7 +117,7 @@ def _expanding_op(q_THQ: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     return None
 
 
-def _is_expanding_faster(
+def is_expanding_faster(
     q_THQ: torch.Tensor, indices_TS: torch.Tensor, w_uk_HNR: torch.Tensor, w_uv_HVR: torch.Tensor, start: int
 ) -> bool:
     """Of the two forms over these rows, by counted products at measured costs."""
@@ -117,7 +127,8 @@ def _is_expanding_faster(
     pairs = num_queries * start + num_queries * (num_queries + 1) // 2
     expanded = num_heads * (pairs * (width + value) + num_keys * rank * (nope + value))
     latent = rank + width - nope
-    a_row = ABSORBED_COST * max(num_heads, 16) * (latent + rank) + GATHER_PRODUCTS * latent
+    costs = AMX_COSTS if q_THQ.dtype == torch.bfloat16 and ops().mla_has_expanded() else FP32_COSTS
+    a_row = costs.product * max(num_heads, costs.fewest_heads) * (latent + rank) + costs.gather * latent
     return expanded < indices_TS.numel() * a_row
 
 

@@ -7,8 +7,8 @@
 #include "best.h"
 #include "longprefill/amx.h"
 #include "longprefill/buffer.h"
-#include "longprefill/gemm.h"
 #include "longprefill/rows.h"
+#include "longprefill/stripes.h"
 
 namespace longprefill {
 namespace {
@@ -26,14 +26,15 @@ struct Problem {
     int64_t visible(int64_t t) const { return (start + t + 1) / pool; }
 };
 
-// fp32 products in registers: eight heads by PANEL keys, summed over the heads without ever being stored.
+// fp32 products in registers: STRIPE_ROWS heads by STRIPE keys, summed over the heads without ever being stored.
 class Fp32Scorer {
 public:
-    static constexpr int64_t BLOCK = 8 * PANEL, GROUP = 1;
+    static constexpr int64_t BLOCK = 240, GROUP = 1;
 
     Fp32Scorer(const Problem& p, int64_t first, int64_t last)
-        : heads_(p.num_heads()), padded_heads_((heads_ + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS), width_(p.q.size(2)),
-          q_(Buffer<float>::zeros((last - first) * padded_heads_ * width_)), k_(width_ * BLOCK), row_(width_ + LANES),
+        : heads_(p.num_heads()), padded_heads_(padded(heads_, STRIPE_ROWS)), width_(p.q.size(2)),
+          q_(Buffer<float>::zeros((last - first) * padded_heads_ * width_)), k_(width_ * BLOCK),
+          rows_(STRIPE * width_ + LANES),
           w_(p.w.const_data_ptr<float>() + first * heads_) {
         for_float_type(p.q, "q", [&](auto* type) {
             const auto* from = p.q.const_data_ptr<std::remove_pointer_t<decltype(type)>>() + first * heads_ * width_;
@@ -44,37 +45,36 @@ public:
     }
 
     void pack(const Rows& keys, int64_t begin, int64_t count) {
-        if (count < BLOCK) std::fill_n(k_.get(), width_ * BLOCK, 0.0f);
-        for (int64_t n = 0; n < count; ++n) {
-            keys.decode(begin + n, row_.get());
-            float* to = k_.get() + n / PANEL * PANEL * width_ + n % PANEL;
-            for (int64_t c = 0; c < width_; ++c) to[c * PANEL] = row_[c];
+        for (int64_t n = 0; n < count; n += STRIPE) {
+            const int64_t present = std::min<int64_t>(STRIPE, count - n);
+            for (int64_t i = 0; i < present; ++i) keys.decode(begin + n + i, rows_.get() + i * width_);
+            pack_rows(rows_.get(), width_, present, width_, k_.get() + n * width_);
         }
     }
 
     // Scores of `count` keys of the block for query t of the task.
     void score(int64_t t, int64_t, int64_t count, float* scores) const {
         const float *q = q_.get() + t * padded_heads_ * width_, *w = w_ + t * heads_;
-        for (int64_t n = 0; n < count; n += PANEL) {
-            Vec totals[PANEL_VECS] = {};
-            for (int64_t head = 0; head < heads_; head += TILE_ROWS) {
-                Accumulators products;
-                zero(products);
-                multiply_add(products, q + head * width_, width_, k_.get() + n * width_, PANEL, width_);
-                const int64_t rows = std::min<int64_t>(TILE_ROWS, heads_ - head);
+        for (int64_t n = 0; n < count; n += STRIPE) {
+            Vec totals[STRIPE_VECS] = {};
+            for (int64_t head = 0; head < heads_; head += STRIPE_ROWS) {
+                StripeTile products;
+                products.zero();
+                products.multiply_add(q + head * width_, width_, 1, k_.get() + n * width_, STRIPE, width_);
+                const int64_t rows = std::min<int64_t>(STRIPE_ROWS, heads_ - head);
 #pragma GCC unroll 8
-                for (int i = 0; i < TILE_ROWS; ++i)
+                for (int i = 0; i < STRIPE_ROWS; ++i)
                     if (i < rows)  // a padding head must not meet an infinite key
-#pragma GCC unroll 2
-                        for (int j = 0; j < PANEL_VECS; ++j) totals[j] += w[head + i] * max(Vec{}, products[i][j]);
+#pragma GCC unroll 4
+                        for (int j = 0; j < STRIPE_VECS; ++j) totals[j] += w[head + i] * max(Vec{}, products.sums[i][j]);
             }
-            for (int j = 0; j < PANEL_VECS; ++j) store(scores + n + j * LANES, totals[j]);
+            for (int j = 0; j < STRIPE_VECS; ++j) store(scores + n + j * LANES, totals[j]);
         }
     }
 
 private:
     int64_t heads_, padded_heads_, width_;
-    Buffer<float> q_, k_, row_;
+    Buffer<float> q_, k_, rows_;
     const float* w_;
 };
 

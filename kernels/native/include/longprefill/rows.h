@@ -50,9 +50,12 @@ LP_INLINE float e8m0_number(uint8_t byte) {
     return float_of(byte == 0 ? 0x00400000u : (byte == 255 ? 0x7fc00000u : uint32_t{byte} << 23));
 }
 
-#if defined(__AVX512BW__)
-// 32 codes through fp16: a code's bits with another exponent bias are the fp16 number 2^-8 as large, NaN apart.
+#if defined(__AVX512BW__) || (defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__))
+#define LONGPREFILL_CODES_THROUGH_FP16
+
+// 2 LANES codes through fp16: a code's bits with another exponent bias are the fp16 number 2^-8 as large, NaN apart.
 LP_INLINE void e4m3_numbers(const uint8_t* codes, Vec factor, Vec& low, Vec& high) {
+#if defined(__AVX512BW__)
     const __m512i words =
         _mm512_slli_epi16(_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes))), 8);
     const __m512i halves = _mm512_and_si512(_mm512_srai_epi16(words, 1), _mm512_set1_epi16(-0x4001));
@@ -61,12 +64,24 @@ LP_INLINE void e4m3_numbers(const uint8_t* codes, Vec factor, Vec& low, Vec& hig
     const __m512i marked = _mm512_mask_mov_epi16(halves, is_nan, nan);
     low = (Vec)_mm512_cvtph_ps(_mm512_castsi512_si256(marked)) * factor;
     high = (Vec)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(marked, 1)) * factor;
+#else
+    const __m256i words =
+        _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))), 8);
+    const __m256i halves = _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16(-0x4001));
+    const __m256i nan = _mm256_set1_epi16(0x7f00);
+    const __m256i marked = _mm256_blendv_epi8(halves, nan, _mm256_cmpeq_epi16(_mm256_and_si256(words, nan), nan));
+    low = (Vec)_mm256_cvtph_ps(_mm256_castsi256_si128(marked)) * factor;
+    high = (Vec)_mm256_cvtph_ps(_mm256_extracti128_si256(marked, 1)) * factor;
+#endif
 }
 
 LP_INLINE void store_pair(float* to, Vec low, Vec high) { store(to, low), store(to + LANES, high); }
 LP_INLINE void store_pair(c10::BFloat16* to, Vec low, Vec high) {
 #if defined(__AVX512BF16__)
     _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#elif !defined(__AVX512F__)
+    const __m256i both = _mm256_packus_epi32((__m256i)bf16_bits(low), (__m256i)bf16_bits(high));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(both, 0xd8));
 #else
     store(to, low), store(to + LANES, high);
 #endif
@@ -77,7 +92,7 @@ LP_INLINE void store_pair(c10::BFloat16* to, Vec low, Vec high) {
 template <typename T>
 LP_INLINE void decode_codes(const uint8_t* codes, int64_t size, float scale, T* out) {
     int64_t begin = 0;
-#if defined(__AVX512BW__)
+#if defined(LONGPREFILL_CODES_THROUGH_FP16)
     // Where 2^8 scale is finite and no product is denormal: the conversion to bf16 would make 0 of those.
     if (scale >= 0x1p-116f && scale < 0x1p119f)
         for (; begin + 2 * LANES <= size; begin += 2 * LANES) {
