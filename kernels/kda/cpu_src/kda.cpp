@@ -14,7 +14,6 @@ namespace longprefill {
 namespace {
 
 constexpr int64_t ZERO_CHECK_TILES = 4;  // how often a summary looks whether columns of M are exactly zero
-constexpr int64_t MAX_KEYS = 256;
 
 struct Free {
     void operator()(float* memory) const { std::free(memory); }
@@ -50,7 +49,7 @@ struct Shape {
 
     template <typename V>
     HeadInputs<V> inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& g,
-                         const at::Tensor& beta, int64_t first_row, int64_t head) const {
+                         const at::Tensor& beta, int64_t first_row, int64_t head, V* out = nullptr) const {
         const int64_t key_head = head * key_heads / heads;
         HeadInputs<V> in{};
         in.q_row = q.stride(0), in.k_row = k.stride(0), in.v_row = v.stride(0), in.g_row = g.stride(0);
@@ -60,13 +59,16 @@ struct Shape {
         in.g = g.const_data_ptr<float>() + first_row * in.g_row + head * num_keys;
         in.beta = beta.const_data_ptr<float>() + first_row * in.beta_row + head;
         in.v = v.const_data_ptr<V>() + first_row * in.v_row + head * num_values;
+        in.out_row = heads * num_values;
+        in.out = out == nullptr ? nullptr : out + first_row * in.out_row + head * num_values;
         return in;
     }
 };
 
 // Heads of one segment that a thread takes through the rows together. A token's row of all heads is one or two pages of
 // memory: head after head, every tile would walk the page tables anew for each of its rows.
-constexpr int64_t SCAN_HEADS = 8, SUMMARY_HEADS = 4;  // 512 KiB of states at K = V = 128: they stay in L2
+// Their states are 64 KiB a head at K = V = 128, in a summary twice that; where there is AVX-512, they stay in L2.
+constexpr int64_t SCAN_HEADS = 8, SUMMARY_HEADS = LANES == 16 ? 4 : 8;
 struct HeadGroup {
     int64_t segment, first, count;
 };
@@ -144,7 +146,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> scan(const at::Tensor& q, const a
                 const int64_t first_state = group.segment * shape.heads + group.first;
                 std::vector<HeadInputs<V>> inputs;
                 for (int64_t i = 0; i < group.count; ++i) {
-                    inputs.push_back(shape.inputs<V>(q, k, v, g, beta, start, group.first + i));
+                    inputs.push_back(shape.inputs<V>(q, k, v, g, beta, start, group.first + i, out_data));
                     import_state(states_of_group + i * state_floats,
                                  initial_data ? initial_data + (first_state + i) * state_size : nullptr,
                                  shape.num_keys, shape.padded_keys, shape.num_values);
@@ -172,10 +174,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> scan(const at::Tensor& q, const a
                             right_side(tile, state, in.v + row * in.v_row + column, in.v_row, count, columns, delta,
                                        ahead);
                             solve(tile, delta);
-                            outputs(tile, state, delta, count, columns,
-                                    out_data + ((start + row) * shape.heads + group.first + i) * shape.num_values +
-                                        column,
-                                    shape.heads * shape.num_values, ahead);
+                            outputs(tile, state, delta, count, columns, in.out + row * in.out_row + column, in.out_row,
+                                    ahead);
                             advance(tile, state, delta, ahead);
                         }
                     }

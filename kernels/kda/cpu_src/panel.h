@@ -10,53 +10,65 @@
 namespace longprefill {
 namespace {
 
-// Delta = (I + L)^-1 right side, in place on one panel [C, PANEL]: blocks of 16 rows, forward substitution inside.
-void solve(const Tile& tile, float* delta) {
-    for (int64_t block = 0; block < tile.num_rows; block += BLOCK) {
-        if (block > 0)
-            for (int64_t i = block; i < block + BLOCK; i += TILE_ROWS) {
-                Accumulators sums;
-                load_tile(sums, delta + i * PANEL, PANEL);
-                multiply_add<true>(sums, tile.lower + i * C, C, delta, PANEL, block);
-                store_tile(sums, delta + i * PANEL, PANEL);
-            }
-        const float* lower = tile.lower + block * C + block;
-        for (int column = 0; column < PANEL; column += LANES) {
-            Vec x[BLOCK];
-#pragma GCC unroll 16
-            for (int i = 0; i < BLOCK; ++i) x[i] = load(delta + (block + i) * PANEL + column);
-#pragma GCC unroll 16
-            for (int j = 0; j < BLOCK - 1; ++j)
-#pragma GCC unroll 16
-                for (int i = j + 1; i < BLOCK; ++i) x[i] -= splat(lower[i * C + j]) * x[j];
-#pragma GCC unroll 16
-            for (int i = 1; i < BLOCK; ++i) store(delta + (block + i) * PANEL + column, x[i]);
-        }
+// Delta = (I + L)^-1 right side, in place on one panel [C, PANEL]: forward substitution, TILE_ROWS rows at a time.
+LP_NOINLINE void solve(const Tile& tile, float* delta) {
+    for (int64_t row = 0; row < tile.num_rows; row += TILE_ROWS) {
+        const float* lower = tile.lower + row * C;
+        Accumulators sums;
+        load_tile(sums, delta + row * PANEL, PANEL);
+        multiply_add<true>(sums, lower, C, delta, PANEL, row);
+#pragma GCC unroll 8
+        for (int j = 0; j < TILE_ROWS - 1; ++j)
+#pragma GCC unroll 8
+            for (int i = j + 1; i < TILE_ROWS; ++i) add_products<true>(sums, i, lower[i * C + row + j], sums[j]);
+        store_tile(sums, delta + row * PANEL, PANEL);
     }
+}
+
+// sums = beta V for the first `count` rows and `num_columns` columns, 0 beyond.
+template <typename V>
+LP_INLINE void load_values(Accumulators& sums, const V* values, int64_t value_row, const float* beta, int64_t count,
+                           int64_t num_columns) {
+    if (count < TILE_ROWS || num_columns < PANEL) {
+        float edge[TILE_ROWS * PANEL] = {};
+        for (int64_t m = 0; m < std::min<int64_t>(count, TILE_ROWS); ++m)
+            for (int64_t j = 0; j < std::min<int64_t>(num_columns, PANEL); ++j)
+                edge[m * PANEL + j] = static_cast<float>(values[m * value_row + j]) * beta[m];
+        return load_tile(sums, edge, PANEL);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < TILE_ROWS; ++m)
+#pragma GCC unroll 2
+        for (int j = 0; j < PANEL_VECS; ++j) sums[m][j] = load(values + m * value_row + j * LANES) * beta[m];
+}
+
+template <typename V>
+LP_INLINE void store_outputs(const Accumulators& sums, V* out, int64_t out_row, int64_t count, int64_t num_columns) {
+    if (count < TILE_ROWS || num_columns < PANEL) {
+        float edge[TILE_ROWS * PANEL];
+        store_tile(sums, edge, PANEL);
+        for (int64_t m = 0; m < std::min<int64_t>(count, TILE_ROWS); ++m)
+            for_each_vector(std::min<int64_t>(num_columns, PANEL), [&](int64_t j, int some) {
+                store_some(out + m * out_row + j, load(edge + m * PANEL + j), some);
+            });
+        return;
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < TILE_ROWS; ++m)
+#pragma GCC unroll 2
+        for (int j = 0; j < PANEL_VECS; ++j) store(out + m * out_row + j * LANES, sums[m][j]);
 }
 
 // delta = beta V - (beta K-tilde) S; `values` null: V = 0 (columns of M).
 template <typename V>
-void right_side(const Tile& tile, const float* state, const V* values, int64_t value_row, int64_t count,
-                int64_t num_columns, float* delta, Ahead& ahead) {
+LP_NOINLINE void right_side(const Tile& tile, const float* state, const V* values, int64_t value_row, int64_t count,
+                            int64_t num_columns, float* delta, Ahead& ahead) {
     for (int64_t i = 0; i < tile.num_rows; i += TILE_ROWS) {
         ahead.fetch();
         Accumulators sums;
         zero(sums);
-        if (values != nullptr) {
-            // Rows of V are far apart: the next ones come while these are worked on.
-            for (int m = TILE_ROWS; m < 2 * TILE_ROWS && i + m < count; ++m)
-                for (int64_t j = 0; j < PANEL; j += 64 / static_cast<int64_t>(sizeof(V)))
-                    __builtin_prefetch(values + (i + m) * value_row + j);
-#pragma GCC unroll 8
-            for (int m = 0; m < TILE_ROWS; ++m)
-#pragma GCC unroll 2
-                for (int j = 0; j < PANEL_VECS; ++j) {
-                    const int some = static_cast<int>(std::clamp<int64_t>(num_columns - j * LANES, 0, LANES));
-                    if (i + m < count)
-                        sums[m][j] = load_some(values + (i + m) * value_row + j * LANES, some) * tile.beta[i + m];
-                }
-        }
+        if (values != nullptr)
+            load_values(sums, values + i * value_row, value_row, tile.beta + i, count - i, num_columns);
         multiply_add<true>(sums, tile.beta_k + i * tile.num_keys, tile.num_keys, state, PANEL, tile.num_keys);
         store_tile(sums, delta + i * PANEL, PANEL);
     }
@@ -64,8 +76,8 @@ void right_side(const Tile& tile, const float* state, const V* values, int64_t v
 
 // out = Q-tilde S + B Delta, exactly the triangle: not even a NaN of a later row reaches an earlier one.
 template <typename V>
-void outputs(const Tile& tile, const float* state, const float* delta, int64_t count, int64_t num_columns, V* out,
-             int64_t out_row, Ahead& ahead) {
+LP_NOINLINE void outputs(const Tile& tile, const float* state, const float* delta, int64_t count, int64_t num_columns,
+                         V* out, int64_t out_row, Ahead& ahead) {
     for (int64_t i = 0; i < count; i += TILE_ROWS) {
         ahead.fetch();
         Accumulators sums;
@@ -73,33 +85,36 @@ void outputs(const Tile& tile, const float* state, const float* delta, int64_t c
         multiply_add(sums, tile.query + i * tile.num_keys, tile.num_keys, state, PANEL, tile.num_keys);
         multiply_add(sums, tile.attention + i * C, C, delta, PANEL, i);
 #pragma GCC unroll 8
-        for (int j = 0; j < TILE_ROWS; ++j)
+        for (int j = 0; j < TILE_ROWS; ++j) {
+            const Vec row[PANEL_VECS] = {load(delta + (i + j) * PANEL), load(delta + (i + j) * PANEL + LANES)};
 #pragma GCC unroll 8
-            for (int m = j; m < TILE_ROWS; ++m)
-#pragma GCC unroll 2
-                for (int n = 0; n < PANEL_VECS; ++n)
-                    sums[m][n] += splat(tile.attention[(i + m) * C + i + j]) * load(delta + (i + j) * PANEL + n * LANES);
-#pragma GCC unroll 8
-        for (int m = 0; m < TILE_ROWS; ++m)
-#pragma GCC unroll 2
-            for (int n = 0; n < PANEL_VECS; ++n) {
-                const int some = static_cast<int>(std::clamp<int64_t>(num_columns - n * LANES, 0, LANES));
-                if (i + m < count) store_some(out + (i + m) * out_row + n * LANES, sums[m][n], some);
-            }
+            for (int m = j; m < TILE_ROWS; ++m) add_products<false>(sums, m, tile.attention[(i + m) * C + i + j], row);
+        }
+        store_outputs(sums, out + i * out_row, out_row, count - i, num_columns);
     }
 }
 
 // S = diag(P_C) S + K-hat^T Delta.
-void advance(const Tile& tile, float* state, const float* delta, Ahead& ahead) {
+LP_NOINLINE void advance(const Tile& tile, float* state, const float* delta, Ahead& ahead) {
     for (int64_t c = 0; c < tile.num_keys; c += TILE_ROWS) {
         ahead.fetch();
         Accumulators sums;
-        load_tile(sums, state + c * PANEL, PANEL);
+        if constexpr (CAREFUL_STATES) {
+            zero(sums);
+            multiply_add_transposed(sums, tile.key_end + c, tile.num_keys, delta, PANEL, tile.num_rows);
 #pragma GCC unroll 8
-        for (int m = 0; m < TILE_ROWS; ++m)
+            for (int m = 0; m < TILE_ROWS; ++m)
 #pragma GCC unroll 2
-            for (int j = 0; j < PANEL_VECS; ++j) sums[m][j] *= splat(tile.decay()[c + m]);
-        multiply_add_transposed(sums, tile.key_end + c, tile.num_keys, delta, PANEL, tile.num_rows);
+                for (int j = 0; j < PANEL_VECS; ++j)
+                    sums[m][j] += load(state + (c + m) * PANEL + j * LANES) * splat(tile.decay()[c + m]);
+        } else {
+            load_tile(sums, state + c * PANEL, PANEL);
+#pragma GCC unroll 8
+            for (int m = 0; m < TILE_ROWS; ++m)
+#pragma GCC unroll 2
+                for (int j = 0; j < PANEL_VECS; ++j) sums[m][j] *= splat(tile.decay()[c + m]);
+            multiply_add_transposed(sums, tile.key_end + c, tile.num_keys, delta, PANEL, tile.num_rows);
+        }
         store_tile(sums, state + c * PANEL, PANEL);
     }
 }

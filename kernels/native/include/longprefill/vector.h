@@ -34,6 +34,8 @@ typedef float UnalignedVec __attribute__((vector_size(LANES * 4), aligned(4), ma
 typedef uint16_t UnalignedHalfBits __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
 #define LP_INLINE inline __attribute__((always_inline))
+// For loops that need all registers: inlined into a large caller, gcc keeps their sums in memory.
+#define LP_NOINLINE __attribute__((noinline))
 
 LP_INLINE Vec splat(float x) { return x - Vec{}; }
 
@@ -54,7 +56,13 @@ LP_INLINE UintVec bf16_bits(Vec x) {
     return x == x ? rounded : UintVec{} + 0x7fc0u;
 }
 LP_INLINE void store(c10::BFloat16* p, Vec x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    // gcc narrows lane by lane
+    const __m256i bits = (__m256i)bf16_bits(x), both = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(both));
+#else
     *reinterpret_cast<UnalignedHalfBits*>(p) = __builtin_convertvector(bf16_bits(x), HalfBits);
+#endif
 }
 
 // What a store of T and a load after it give.
@@ -155,10 +163,9 @@ LP_INLINE Vec exp(Vec x) {
                                                 _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const Vec r = ((Vec)kept - whole * 0.693145752f) - whole * 1.42860677e-6f;
 #else
-    const Vec kept = x < -87.33654f ? splat(-87.33654f) : (x > 88.72283f ? splat(88.72283f) : x);
-    const Vec shifted = kept * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the rounded quotient sits in the low bits
+    const Vec shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the rounded quotient sits in the low bits
     const Vec whole = shifted - 12582912.0f;
-    const Vec r = (kept - whole * 0.693145752f) - whole * 1.42860677e-6f;
+    const Vec r = (x - whole * 0.693145752f) - whole * 1.42860677e-6f;
 #endif
     Vec p = r * (1.0f / 5040) + (1.0f / 720);
     p = p * r + (1.0f / 120);
@@ -171,12 +178,10 @@ LP_INLINE Vec exp(Vec x) {
     const __mmask16 inside = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.33654f), _CMP_NLT_UQ);
     return (Vec)_mm512_maskz_scalef_ps(inside, (__m512)p, (__m512)whole);
 #else
-    // 2^128 is no float: the exponent goes in in two halves.
-    const IntVec exponent = (IntVec)shifted - 0x4b400000;
-    const IntVec half = exponent >> 1;
-    const Vec scaled = (p * (Vec)((half + 127) << 23)) * (Vec)((exponent - half + 127) << 23);
+    // Added to the exponent of p; what that makes of x outside the limits is not taken. 1 p for 2^128 is below 1.
+    const Vec scaled = (Vec)((IntVec)p + ((IntVec)shifted << 23));
     const Vec limited = x < -87.33654f ? Vec{} : scaled;
-    return x > 88.72283f ? splat(std::numeric_limits<float>::infinity()) : limited;
+    return x <= 88.72283f ? limited : x * std::numeric_limits<float>::infinity();
 #endif
 }
 
