@@ -6,7 +6,9 @@ Legend: T tokens, H heads, D hidden, E outputs, F intermediate, J = 2F.
 
 from __future__ import annotations
 
+import functools
 import math
+import platform
 
 import torch
 
@@ -58,7 +60,13 @@ def linear_fp32(x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
 
 def has_products(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `multiply_heads` is how to multiply them here: bf16, and no bf16 product of oneDNN's."""
-    return x.dtype == weight.dtype == torch.bfloat16 and ops().linear_has_products()
+    return x.dtype == weight.dtype == torch.bfloat16 and ops().linear_has_products() and not _has_arm_products()
+
+
+@functools.cache
+def _has_arm_products() -> bool:
+    """oneDNN multiplies bf16 on some 64-bit Arm processors; the compiled vectors do not tell those apart."""
+    return platform.machine() == "aarch64" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def multiply_heads(

@@ -1,5 +1,5 @@
 """Latent attention by the compiled kernels: the absorbed form over selected rows (cpu_src/sparse.cpp) and the expanded
-form, dense or over selected rows; in bf16 on AMX (cpu_src/expanded.cpp), in fp32 products on processors without bf16 ones
+form, dense or over selected rows: in bf16 on AMX (cpu_src/expanded.cpp), in fp32 products where there are no bf16 ones
 (cpu_src/expanded_fp32.cpp). fp64 and fp16 queries, formats that the kernels do not know, and the dense form on what is
 left go to `plain`. A single query takes the absorbed form: expanding every key for it costs more than reading it.
 
