@@ -97,7 +97,7 @@ def test_every_width(backend: Any, heads: tuple[int, int], dims: tuple[int, int]
 
 @pytest.mark.parametrize("isa", [isa for isa in tested_isas() if not isa.startswith(("avx512", "amx"))])
 def test_errors_of_a_slow_transition_do_not_add_up(isa: str) -> None:
-    """Small beta and slow gates: M is still there after 256 tiles, relative to its own size. AVX-512 has its older sums."""
+    """M is still there after 256 tiles of small beta and slow gates, and right to its size. AVX-512 has older sums."""
     tokens = 4096
     case = make_case(tokens=tokens, heads=(1, 1), dims=(32, 16), regime="tiny")
     uniform = torch.rand(case.g.shape, generator=torch.Generator().manual_seed(0))
