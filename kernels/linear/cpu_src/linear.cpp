@@ -51,7 +51,7 @@ public:
 
     template <typename Out>
     void run(const T* x, int64_t x_row, int64_t num_rows, Out* out, int64_t out_row) const {
-        if (num_rows < FEWEST_ROWS && !is_transposed_) return run_few(x, x_row, num_rows, out, out_row);
+        if (num_rows < FEWEST_ROWS) return run_few(x, x_row, num_rows, out, out_row);
         const Buffer<float> packed(num_stripes(std::min(COLUMNS, num_out_)) * STRIPE * depth_);
         for (int64_t first = 0; first < num_out_; first += COLUMNS) {
             const int64_t count = std::min(COLUMNS, num_out_ - first);
@@ -112,6 +112,13 @@ private:
                 store(wide.get() + t * stride + k, load_some(x + t * x_row + k, lanes));
             });
         const int64_t grain = std::max<int64_t>(1, GRAIN_ELEMENTS / std::max<int64_t>(1, depth_ * num_rows));
+        if (is_transposed_) {
+            at::parallel_for(0, num_rows, 1, [&](int64_t begin, int64_t end) {
+                const Buffer<float> sums(num_out_);
+                for (int64_t t = begin; t < end; ++t) add_rows(wide.get() + t * stride, sums.get(), out + t * out_row);
+            });
+            return;
+        }
         at::parallel_for(0, num_out_, grain, [&](int64_t begin, int64_t end) {
             for (int64_t n = begin; n < end; ++n)
                 for (int64_t t = 0; t < num_rows; t += 4) {
@@ -124,6 +131,25 @@ private:
                     for (int64_t i = 0; i < std::min<int64_t>(4, num_rows - t); ++i)
                         store_some(out + (t + i) * out_row + n, splat(sum(sums[i])), 1);
                 }
+        });
+    }
+
+    // out = the rows of weights by the numbers of x.
+    template <typename Out>
+    void add_rows(const float* x, float* sums, Out* out) const {
+        std::fill_n(sums, num_out_, 0.0f);
+        int64_t k = 0;
+        for (; k + 4 <= depth_; k += 4) add_some<4>(x + k, weight_ + k * row_, sums);
+        for (; k < depth_; ++k) add_some<1>(x + k, weight_ + k * row_, sums);
+        for_each_vector(num_out_, [&](int64_t n, int lanes) { store_some(out + n, load_some(sums + n, lanes), lanes); });
+    }
+    template <int COUNT>
+    LP_INLINE void add_some(const float* x, const T* rows, float* sums) const {
+        for_each_vector(num_out_, [&](int64_t n, int lanes) {
+            Vec total = load_some(sums + n, lanes);
+#pragma GCC unroll 4
+            for (int i = 0; i < COUNT; ++i) total += splat(x[i]) * load_some(rows + i * row_ + n, lanes);
+            store_some(sums + n, total, lanes);
         });
     }
 
