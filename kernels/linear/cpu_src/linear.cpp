@@ -173,7 +173,8 @@ void linear_products(const at::Tensor& x, const at::Tensor& weight, bool is_tran
         for_float_type(out, "out", [&](auto* out_type) {
             using Out = std::remove_pointer_t<decltype(out_type)>;
             for (int64_t h = 0; h < heads; ++h)
-                Product<T>(weight.const_data_ptr<T>() + h * weight.stride(0), weight.stride(1), is_transposed, depth, num_out)
+                Product<T>(weight.const_data_ptr<T>() + h * weight.stride(0), weight.stride(1), is_transposed, depth,
+                           num_out)
                     .run(x.const_data_ptr<T>() + h * x.stride(1), x.stride(0), num_rows,
                          out.mutable_data_ptr<Out>() + h * out.stride(1), out.stride(0));
         });

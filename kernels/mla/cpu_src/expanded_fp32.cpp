@@ -65,7 +65,9 @@ struct Selection {
     Buffer<LaneBits> bits;
     int64_t num_keys = 0;
 
-    const LaneBits* of(int64_t stripe, int64_t key) const { return bits ? bits.get() + stripe * num_keys + key : nullptr; }
+    const LaneBits* of(int64_t stripe, int64_t key) const {
+        return bits ? bits.get() + stripe * num_keys + key : nullptr;
+    }
 };
 
 Selection selection_of(const at::Tensor& indices, const StripeShape& shape) {
@@ -158,8 +160,9 @@ public:
             else {
                 const IntVec last = lane_numbers() + static_cast<int32_t>(first - key + lane);
                 if (selected == nullptr)
-                    soften(lane, used, scale, [&](int64_t k, Vec x) { return static_cast<int32_t>(k) <= last ? x : splat(NONE); },
-                           max, sum, out);
+                    soften(lane, used, scale,
+                           [&](int64_t k, Vec x) { return static_cast<int32_t>(k) <= last ? x : splat(NONE); }, max, sum,
+                           out);
                 else
                     soften(lane, used, scale,
                            [&](int64_t k, Vec x) {
@@ -241,8 +244,8 @@ void attend_expanded(const StripeShape& shape, const at::Tensor& q, const Rows& 
     SpanRows span(shape);
     for (int64_t begin = 0; begin < shape.heads; begin += turn) {
         const int64_t end = std::min(begin + turn, shape.heads);
-        const Buffer<float> outs = Buffer<float>::zeros((end - begin) * state), sums = Buffer<float>::zeros((end - begin) * lanes);
-        const Buffer<float> maxima((end - begin) * lanes);
+        const Buffer<float> outs = Buffer<float>::zeros((end - begin) * state);
+        const Buffer<float> maxima((end - begin) * lanes), sums = Buffer<float>::zeros((end - begin) * lanes);
         std::fill_n(maxima.get(), (end - begin) * lanes, NONE);
         for (int64_t from = 0; from < shape.num_keys(); from += StripeShape::SPAN) {
             const int64_t count = std::min(StripeShape::SPAN, shape.num_keys() - from);
