@@ -20,7 +20,8 @@ from longprefill.kernels.contracts import Summary
 from longprefill.kernels.kda import plain, reference
 from longprefill.kernels.kda.algebra import compose, fold
 
-from .compiled import OnIsa, compiled_backends, tested_isas
+from . import compiled
+from .compiled import OnIsa, compiled_backends
 from .kda_cases import REGIMES, Case, make_case
 from .tolerances import assert_close
 
@@ -95,15 +96,15 @@ def test_every_width(backend: Any, heads: tuple[int, int], dims: tuple[int, int]
     check(make_case(offsets=(0, 66, 70), heads=heads, dims=dims, regime="tiny"), backend)
 
 
-@pytest.mark.parametrize("isa", [isa for isa in tested_isas() if not isa.startswith(("avx512", "amx"))])
+@pytest.mark.parametrize("isa", [isa for isa in compiled.tested_isas() if not isa.startswith(("avx512", "amx"))])
 def test_errors_of_a_slow_transition_do_not_add_up(isa: str) -> None:
     """M is still there after 256 tiles of small beta and slow gates, and right to its size. AVX-512 has older sums."""
     tokens = 4096
     case = make_case(tokens=tokens, heads=(1, 1), dims=(32, 16), regime="tiny")
     uniform = torch.rand(case.g.shape, generator=torch.Generator().manual_seed(0))
     case = case.changed(g=-1e-3 * uniform, beta=0.2 * case.beta)
-    compiled = OnIsa("kda", isa)
-    found = compiled.summarize(case.prepare(compiled), 0)
+    backend = OnIsa("kda", isa)
+    found = backend.summarize(case.prepare(backend), 0)
     wanted = reference.summarize(case.doubled().prepare(reference), 0)
     assert_close(found.state_GKV, wanted.state_GKV, op="kda")
     assert_close(transition(found), transition(wanted), op="kda")

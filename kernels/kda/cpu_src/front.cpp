@@ -11,7 +11,8 @@
 namespace longprefill {
 namespace {
 
-constexpr int64_t FRONT_ROWS = 16;
+// Rows lie far apart and push each other out of L1: where a vector is half a line or less, few of them come back for it.
+constexpr int64_t FRONT_ROWS = LANES == 16 ? 16 : 8;
 constexpr int64_t WHOLE_WINDOW = 4;  // the conv width of all published models: its window moves through registers
 
 // Raw rows of one segment from row `first` on; those before the segment's start are its history.

@@ -2,7 +2,7 @@
 // S = diag(P_C) S + K-hat^T Delta. Derivation: ../README.md.
 //
 // Legend: C tokens a tile, K key dim (padded), V value dim; a panel is PANEL columns of the state, [K, PANEL]: 16 KiB at
-// K = 128, so it stays in L1 beside the panel's Delta and the tile's keys and queries (24 KiB).
+// K = 128 (8 KiB on AVX2), so it stays in L1 beside the panel's Delta and the tile's keys and queries (24 KiB).
 #pragma once
 
 #include "tile.h"
