@@ -140,7 +140,9 @@ FIGURES: tuple[tuple[str, Callable[[Metrics], str]], ...] = (
     ("tokens from caches", lambda row: f"{row.hit_share:.1%}"),
     ("preemptions", lambda row: f"{row.preemptions}"),
     ("lost, unit-seconds", lambda row: f"{row.lost_s:.1f}"),
-    ("refused", lambda row: f"{row.refused}"),
+    ("failures: units, nodes, decode", lambda row: f"{row.unit_failures}, {row.node_failures}, {row.decode_failures}"),
+    ("prefilled again, handed again", lambda row: f"{row.prefilled_again}, {row.handed_again}"),
+    ("refused, given up", lambda row: f"{row.refused}, {row.given_up}"),
     ("decisions", lambda row: f"{row.decisions}"),
     ("99 % of decisions under", lambda row: f"{row.decision_p99_s * 1e3:g} ms"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -15,6 +16,10 @@ class Block(NamedTuple):
 
     start: int
     size: int
+
+    def touches(self, units: Iterable[int]) -> bool:
+        """Whether one of the units is in the block."""
+        return any(self.start <= unit < self.start + self.size for unit in units)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 import numpy as np
@@ -109,6 +110,6 @@ class Fleet:
             self.num_alive += 1
             self.num_free += int(self.is_free[unit])
 
-    def homed_on(self, unit: int) -> list[int]:
-        """Jobs whose caches lie on the unit, in order of their numbers."""
-        return sorted(job for job, (block, _) in self._held.items() if block.start <= unit < block.start + block.size)
+    def homed_on(self, units: Sequence[int]) -> list[tuple[int, Block]]:
+        """Jobs whose caches lie on one of the units at least, in order of their numbers, and where they lie."""
+        return sorted((job, block) for job, (block, _) in self._held.items() if block.touches(units))

@@ -3,6 +3,7 @@ what to tell the owners of waiting jobs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -52,10 +53,13 @@ class LiveScheduler(Scheduler):
 
     def forget_unit(self, unit: int, now: float) -> None:
         """A unit is gone with all its caches. Its jobs are queued from their beginnings; kept caches are dropped."""
-        for job in self._fleet.homed_on(unit):
+        for job, _ in self._fleet.homed_on((unit,)):
             if job not in self._table:
                 self._fleet.release(job)
         self.unit_lost(unit, now)
+
+    def _forget_prefixes(self, units: Sequence[int]) -> None:
+        """Nothing: what jobs hold here are snapshots (`resume`), which no unit takes with it."""
 
     def give_up(self, step: int) -> None:
         """A step that was decided and not run: its jobs are where they were."""

@@ -1,14 +1,15 @@
 """The scheduler: jobs come, units become idle, decisions go out. It has no clock, no thread and no random number.
 
-Calls: `submit` a job; `decide` what idle units do; `step_done` when a step has ended; `unit_lost`, `unit_back` when a
-unit fails and returns; `cancel`. Every call says what time it is. The real controller and the simulator make the same
-calls, so their decisions can be compared line by line.
+Calls: `submit` a job; `decide` what idle units do; `step_done` when a step has ended; `unit_lost` or `units_lost`, and
+`unit_back`, when units fail and return; `cancel`. Every call says what time it is. The real controller and the
+simulator make the same calls, so their decisions can be compared line by line.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -187,24 +188,30 @@ class Scheduler:
 
     def unit_lost(self, unit: int, now: float) -> UnitLoss:
         """A unit is gone: its step ends for all its units, and jobs go on elsewhere from where they can."""
+        return self.units_lost((unit,), now)
+
+    def units_lost(self, units: Sequence[int], now: float) -> UnitLoss:
+        """Units are gone at once, as those of one machine."""
         fleet = self._fleet
-        fleet.lose(unit)
+        for unit in units:
+            fleet.lose(unit)
         lost: list[int] = []
         for step in sorted(self._steps):
             decision = self._steps[step]
-            if decision.block.start <= unit < decision.block.start + decision.block.size:
+            if decision.block.touches(units):
                 lost.append(step)
                 del self._steps[step]
                 fleet.vacate(decision.block)
                 for piece in decision.slices:
                     self._queue_again(self._table.slot(piece.job))
+        self._forget_prefixes(units)
         restarted: list[tuple[int, int]] = []
-        for job in fleet.homed_on(unit):
+        for job, home in fleet.homed_on(units):
             progress = self._progress[job]
             fleet.release(job)
             slot = self._table.slot(job)
             self._table.need_bytes[slot] = fleet.settings.job_bytes(int(self._table.tokens[slot]))
-            if fleet.settings.is_recoverable:
+            if self.survives(home, units):
                 progress.away_tokens = progress.position
             elif progress.position:
                 restarted.append((job, progress.position))
@@ -212,9 +219,26 @@ class Scheduler:
                 self._estimate_again(slot)
         return UnitLoss(tuple(lost), tuple(restarted))
 
+    def survives(self, home: Block, units: Sequence[int]) -> bool:
+        """Whether what lies on a block is still somewhere when these units fail at once: it is on every unit of the
+        block, and on one other of the same machine, in a fleet that can recover."""
+        if not home.touches(units):
+            return True
+        is_one_left = len(units) == 1 or any(unit not in units for unit in range(home.start, home.start + home.size))
+        return self._fleet.settings.is_recoverable and is_one_left
+
     def unit_back(self, unit: int) -> None:
         """A lost unit works again, empty."""
         self._fleet.regain(unit)
+
+    def _forget_prefixes(self, units: Sequence[int]) -> None:
+        """Cached prefixes that lay on lost units are computed like everything else."""
+        table = self._table
+        for slot, job in enumerate(table.jobs):
+            if job is not None and job.held is not None and not self.survives(Block(job.held.unit, 1), units):
+                table.jobs[slot] = replace(job, held=None)
+                if table.is_ready[slot]:
+                    self._estimate_again(slot)
 
     def _first_that_fits(self, now: float, eligible: np.ndarray) -> StepDecision | None:
         """The policy's first job that has a place; behind an urgent one without a place, only started jobs may run."""

@@ -29,7 +29,8 @@ class FleetSettings:
     move_bytes_per_s: float = float("inf")
     """Bringing pages and states from where they are to another unit."""
     is_recoverable: bool = True
-    """Finished steps survive the loss of a unit (a second failure domain holds them)."""
+    """Finished steps survive the loss of a unit (a second failure domain holds them: the job's other units, or another
+    one of the same machine)."""
     can_move: bool = True
     """A started job may go on elsewhere while its own units are busy."""
 

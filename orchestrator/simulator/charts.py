@@ -42,16 +42,14 @@ def replay_charts(directory: Path, replays: Sequence[Replay]) -> None:
                 x_title="share of jobs, %",
                 y_title="seconds",
                 is_y_log=True,
-                lines=tuple(_distribution(run, [job.ttft_s for job in run.jobs if not job.refusal]) for run in replays),
+                lines=tuple(_distribution(run, [job.ttft_s for job in run.jobs if job.is_served]) for run in replays),
             ),
             "slowdown": Chart(
                 title="Slowdown: time to first token over the time alone",
                 x_title="share of jobs, %",
                 y_title="slowdown",
                 is_y_log=True,
-                lines=tuple(
-                    _distribution(run, [job.slowdown for job in run.jobs if not job.refusal]) for run in replays
-                ),
+                lines=tuple(_distribution(run, [job.slowdown for job in run.jobs if job.is_served]) for run in replays),
             ),
         },
     )

@@ -8,9 +8,9 @@ seed = 0
              kind = "work": model (a name or a directory), device (a name or a profile's file), exchange
 [[nodes]]    count, devices, device, memory_gib: the machines, which units fill; left out: a machine a unit
 [network]    gb_per_s (of one device), node_gb_per_s (shared by a machine's devices), latency_s, message_s
-[decode]     num_workers, slots_per_worker, token_s, handoff_gb_per_s, handoff_latency_s
+[decode]     num_workers, slots_per_worker, on_nodes, token_s, handoff_gb_per_s, handoff_latency_s
 [prefix]     capacity_gib, state_share
-[failures]   unit_mtbf_s, repair_s, straggler_share, straggler_factor
+[failures]   unit_mtbf_s, node_mtbf_s, decode_mtbf_s, repair_s, most_losses, straggler_share, straggler_factor
 [slo]        stretch, base_s
 """
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,8 @@ from longprefill.partition.errors import UserError
 REPLAY_STEP_TOKENS = 8192
 """Borders of the default cluster's steps."""
 GIB, GB = 1 << 30, 1e9
+SHORTEST_MTBF_S = 0.001
+"""What fails more often does nothing else."""
 
 Section = TypeVar("Section")
 
@@ -61,6 +64,8 @@ class DecodeSettings:
     num_workers: int = 0
     """0: the first token comes with the last step; nothing is handed over."""
     slots_per_worker: int = 64
+    on_nodes: bool = False
+    """The workers lie on the machines of the units, in turn, and fail with them; else each has a machine of its own."""
     token_s: float = 0.02
     handoff_bytes_per_s: float = 25 * GB
     handoff_latency_s: float = 1e-3
@@ -93,14 +98,28 @@ class PrefixSettings:
 class FailureSettings:
     unit_mtbf_s: float = float("inf")
     """Mean time between failures of one unit; infinite: none."""
+    node_mtbf_s: float = float("inf")
+    """Of one machine, with all its units, what is cached on it, and its decode workers."""
+    decode_mtbf_s: float = float("inf")
+    """Of one decode worker, with all that it holds."""
     repair_s: float = 300.0
+    most_losses: int = 1000
+    """A job is given up when so many of its steps, generations and hand-offs have been lost; the service allows 3."""
     straggler_share: float = 0.0
     """Share of steps that are slow."""
     straggler_factor: float = 1.5
 
     def __post_init__(self) -> None:
-        if self.unit_mtbf_s <= 0 or self.repair_s < 0:
-            raise ClusterError(f"[failures] unit_mtbf_s={self.unit_mtbf_s}, repair_s={self.repair_s}: out of range")
+        for name in ("unit_mtbf_s", "node_mtbf_s", "decode_mtbf_s"):
+            if not getattr(self, name) >= SHORTEST_MTBF_S:
+                raise ClusterError(
+                    f"[failures] {name}={getattr(self, name)}: use {SHORTEST_MTBF_S} seconds or more, or leave it out "
+                    "for no failures"
+                )
+        if not 0 <= self.repair_s < float("inf"):
+            raise ClusterError(f"[failures] repair_s={self.repair_s}: use seconds from 0 on, and not for ever")
+        if self.most_losses < 1:
+            raise ClusterError(f"[failures] most_losses={self.most_losses}: need 1 or more")
         if not 0 <= self.straggler_share <= 1 or self.straggler_factor < 1:
             raise ClusterError(
                 f"[failures] straggler_share={self.straggler_share}, straggler_factor={self.straggler_factor}: "
@@ -181,9 +200,24 @@ class Cluster:
     nodes: tuple[NodeSettings, ...] = ()
     network: NetworkSettings | None = None
 
+    def __post_init__(self) -> None:
+        if self.failures.decode_mtbf_s < float("inf") and not self.decode.num_workers:
+            raise ClusterError(
+                f"[failures] decode_mtbf_s={self.failures.decode_mtbf_s}: [decode] num_workers=0 leaves none to fail: "
+                "give a number of workers, or leave it out"
+            )
+
     @property
     def num_devices(self) -> int:
         return self.fleet.num_units * self.fleet.devices_per_unit
+
+    @property
+    def node_units(self) -> tuple[tuple[int, ...], ...]:
+        """The units of every machine; one that lies on several is there at each."""
+        size = self.fleet.devices_per_unit
+        devices = [node.devices for node in self.nodes for _ in range(node.count)] or [size] * self.fleet.num_units
+        starts = list(accumulate(devices, initial=0))
+        return tuple(tuple(range(start // size, -(-end // size))) for start, end in pairwise(starts))
 
 
 SECTIONS: Mapping[str, type] = {

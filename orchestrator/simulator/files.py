@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from longprefill.orchestrator.scheduler.decisions import StepDecision
 from longprefill.orchestrator.simulator.replay import Replay
 
 DIGITS = 9
@@ -47,14 +46,18 @@ def job_rows(replay: Replay) -> list[dict[str, object]]:
             "hit_tokens": job.hit_tokens,
             "steps": job.num_steps,
             "preemptions": job.num_preemptions,
+            "prefilled_again": job.num_restarts,
+            "handed_again": job.num_handed_again,
             "refusal": job.refusal,
+            "failure": job.failure,
         }
         for job in replay.jobs
     ]
 
 
 def write_chrome_trace(path: Path, replays: Sequence[Replay]) -> None:
-    """A process a policy, a thread a unit, a span a step; arrows follow a job from step to step."""
+    """A process a policy, a thread a unit, a span a step; arrows follow a job from step to step. What is down has a
+    span on the thread of each of its units, and of its decode workers, whose threads follow those of the units."""
     events: list[dict[str, object]] = []
     for pid, replay in enumerate(replays):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": replay.policy}})
@@ -85,7 +88,41 @@ def write_chrome_trace(path: Path, replays: Sequence[Replay]) -> None:
                 flow: dict[str, object] = {"name": "job", "cat": "job", "id": f"{pid}.{job}", "bp": "e", "ts": start_us}
                 events.append({"ph": "t" if last.get(job) else "s"} | flow | place)
                 last[job] = True
+        events += _failure_spans(pid, replay)
     path.write_text(json.dumps(rounded({"traceEvents": events, "displayTimeUnit": "ms"})), encoding="utf-8")
+
+
+def _failure_spans(pid: int, replay: Replay) -> list[dict[str, object]]:
+    """What is down already stays so: a further failure's span begins where that ends."""
+    events: list[dict[str, object]] = []
+    until_s: dict[int, float] = {}
+    for failure in replay.failures:
+        cost = {
+            "lost_steps": failure.num_lost_steps,
+            "prefilled_again": failure.num_restarted,
+            "handed_again": failure.num_handed_again,
+        }
+        workers = {replay.num_units + worker: f"decode worker {worker}" for worker in failure.workers}
+        events += [
+            {"ph": "M", "name": "thread_name", "pid": pid, "tid": thread, "args": {"name": name}}
+            for thread, name in workers.items()
+        ]
+        for thread in (*failure.units, *workers):
+            start_s = max(failure.at_s, until_s.get(thread, 0.0))
+            until_s[thread] = failure.until_s
+            events.append(
+                {
+                    "ph": "X",
+                    "name": f"{failure.kind} {failure.number} is down",
+                    "cat": "failure",
+                    "ts": start_s * 1e6,
+                    "dur": (failure.until_s - start_s) * 1e6,
+                    "args": cost,
+                    "pid": pid,
+                    "tid": thread,
+                }
+            )
+    return events
 
 
 def write_decisions(path: Path, replays: Sequence[Replay]) -> None:
@@ -93,8 +130,7 @@ def write_decisions(path: Path, replays: Sequence[Replay]) -> None:
     steps had taught, and the reason."""
     with path.open("w", encoding="utf-8") as file:
         for replay in replays:
-            for decision in replay.decisions:
-                at_s = decision.start_s if isinstance(decision, StepDecision) else replay.jobs[decision.job].arrival_s
+            for at_s, decision in replay.decisions:
                 line = {"policy": replay.policy, "at_s": at_s, "kind": decision.kind, **asdict(decision)}
                 file.write(json.dumps(rounded(line)) + "\n")
 

@@ -1,7 +1,8 @@
-"""The figures of a replay. Percentiles are interpolated; jobs that were refused count in `refused` only."""
+"""The figures of a replay. Percentiles are interpolated; jobs that were refused or given up count there only."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -65,7 +66,17 @@ class Metrics:
     """Prompt tokens whose pages were cached, with or without a state to resume from."""
     preemptions: int
     lost_s: float
+    """Unit-seconds of steps that failures ended, and of finished steps whose caches are lost."""
     failures: int
+    unit_failures: int
+    node_failures: int
+    decode_failures: int
+    prefilled_again: int
+    """Jobs, each time that a failure took all their caches."""
+    handed_again: int
+    """Jobs, each time that the decode worker they were sent to failed."""
+    given_up: int
+    """Jobs that were lost too often; they count nowhere else."""
     decisions: int
     decision_p99_s: float
     """CPU seconds that 99 % of the decisions stayed under, up to the next DECISION_STEP_S."""
@@ -76,7 +87,8 @@ class Metrics:
 
 def metrics(replay: Replay, cluster: Cluster) -> Metrics:
     """The figures of a replay on its cluster."""
-    done = [job for job in replay.jobs if not job.refusal]
+    done = [job for job in replay.jobs if job.is_served]
+    kinds = Counter(failure.kind for failure in replay.failures)
     tokens = np.array([job.num_tokens for job in done], dtype=np.int64)
     ttft_s = np.array([job.ttft_s for job in done])
     slowdown = np.array([job.slowdown for job in done])
@@ -91,7 +103,7 @@ def metrics(replay: Replay, cluster: Cluster) -> Metrics:
     return Metrics(
         policy=replay.policy,
         jobs=len(done),
-        refused=len(replay.jobs) - len(done),
+        refused=sum(bool(job.refusal) for job in replay.jobs),
         mean_ttft_s=_mean(ttft_s),
         p50=_percentile(ttft_s, 50),
         p90=_percentile(ttft_s, 90),
@@ -110,7 +122,13 @@ def metrics(replay: Replay, cluster: Cluster) -> Metrics:
         page_hit_share=sum(job.page_hit_tokens for job in done) / num_tokens,
         preemptions=sum(job.num_preemptions for job in done),
         lost_s=replay.lost_s,
-        failures=replay.num_failures,
+        failures=len(replay.failures),
+        unit_failures=kinds["unit"],
+        node_failures=kinds["node"],
+        decode_failures=kinds["decode"],
+        prefilled_again=sum(job.num_restarts for job in replay.jobs),
+        handed_again=sum(job.num_handed_again for job in replay.jobs),
+        given_up=sum(bool(job.failure) for job in replay.jobs),
         decisions=len(replay.decision_s),
         decision_p99_s=decision_p99_s(replay.decision_s),
         estimate_error=_mean(np.array([abs(step.estimate_s / (step.end_s - step.start_s) - 1) for step in whole])),

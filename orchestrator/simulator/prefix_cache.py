@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,6 +34,8 @@ class _Block:
     depth: int
     """Blocks of the prefix that ends with it."""
     before: int | None
+    unit: int
+    """Where its prefix was last used."""
 
 
 @dataclass(slots=True)
@@ -81,8 +83,10 @@ class PrefixCache:
         """A prompt with these full blocks was computed on `unit`, resumed as `match` says: keeps what is worth it."""
         before: int | None = None
         for depth, block in enumerate(blocks, start=1):
-            if block not in self._blocks:
-                self._blocks[block] = _Block(depth, before)
+            if block in self._blocks:
+                self._blocks[block].unit = unit
+            else:
+                self._blocks[block] = _Block(depth, before, unit)
             before = block
         for block in reversed(blocks):
             self._blocks.move_to_end(block)
@@ -96,10 +100,21 @@ class PrefixCache:
                 self._keep(blocks[depth - 1], unit)
         self._evict()
 
-    def drop_unit(self, unit: int) -> None:
-        """The states that were made on a unit are lost with it; its pages have copies elsewhere."""
-        for block in [block for block, state in self._states.items() if state.unit == unit]:
+    def drop_states(self, units: Collection[int]) -> None:
+        """The states that were made on lost units are gone; pages have copies elsewhere on their machines."""
+        for block in [block for block, state in self._states.items() if state.unit in units]:
             del self._states[block]
+
+    def drop(self, units: Collection[int]) -> None:
+        """All that lay on units whose machines are lost: states, and pages with those that continue them."""
+        self.drop_states(units)
+        lost: set[int] = set()
+        for block, kept in sorted(self._blocks.items(), key=lambda item: item[1].depth):
+            if kept.unit in units or kept.before in lost:
+                lost.add(block)
+        for block in lost:
+            del self._blocks[block]
+            self._states.pop(block, None)
 
     def _keep(self, block: int, unit: int) -> None:
         if block in self._states:

@@ -24,7 +24,21 @@ class JobRecord:
     num_preemptions: int = 0
     sent_s: float = 0.0
     """When all pages of its finished steps have reached the decode side."""
+    ended_s: float = float("nan")
+    """Its last token, or its end without one."""
+    num_restarts: int = 0
+    """How often finished steps were lost and its prompt was computed again."""
+    num_handed_again: int = 0
+    """How often its caches had to be sent to another decode worker."""
+    num_losses: int = 0
+    """Steps, generations and hand-offs that a failure ended."""
     refusal: str = ""
+    failure: str = ""
+    """Why it was given up."""
+
+    @property
+    def is_served(self) -> bool:
+        return not (self.refusal or self.failure)
 
     @property
     def ttft_s(self) -> float:
@@ -48,3 +62,19 @@ class StepRecord(NamedTuple):
     estimate_s: float
     is_lost: bool
     reason: str
+
+
+class FailureRecord(NamedTuple):
+    """Something failed, and what that cost."""
+
+    kind: str
+    """unit, node or decode."""
+    number: int
+    units: tuple[int, ...]
+    workers: tuple[int, ...]
+    at_s: float
+    until_s: float
+    num_lost_steps: int
+    num_restarted: int
+    """Jobs whose prompts are computed again."""
+    num_handed_again: int

@@ -109,10 +109,21 @@ def test_a_useful_state_outlives_a_stream_of_useless_ones() -> None:
 def test_a_lost_unit_takes_its_states() -> None:
     cache = PrefixCache(num_blocks=None, num_states=None)
     cache.insert((1, 2), cache.match((1, 2)), 3)
-    cache.drop_unit(2)
+    cache.drop_states({2})
     assert cache.match((1, 2)).resume_tokens == 2 * BLOCK_TOKENS
-    cache.drop_unit(3)
+    cache.drop_states({3})
     assert cache.match((1, 2)) == (2 * BLOCK_TOKENS, 0, -1)
+
+
+def test_a_lost_machine_takes_pages_and_what_continues_them() -> None:
+    cache = PrefixCache(num_blocks=None, num_states=None)
+    cache.insert((1, 2, 3), cache.match((1, 2, 3)), 0)
+    cache.insert((1, 4), cache.match((1, 4)), 1)
+    cache.insert((5,), cache.match((5,)), 2)
+    cache.drop({1})  # block 1 was last used there, and nothing behind it is of use without it
+    assert cache.match((1, 2, 3)) == cache.match((1, 4)) == (0, 0, -1)
+    assert cache.match((5,)) == (BLOCK_TOKENS, BLOCK_TOKENS, 2)
+    assert (cache.num_blocks, cache.num_states) == (1, 1)
 
 
 @pytest.mark.parametrize(("shape", "tokens"), [(KIMI_LINEAR, 5384), (GLM_FLASH, 9530), (GLM_FLASH_QUANTIZED, 17_028)])
