@@ -59,15 +59,8 @@ def experts(
     """
     is_bf16 = all(tensor.dtype == torch.bfloat16 for tensor in (x_TD, gate_up_EJD, down_EDF))
     if not is_bf16 or activation != "silu" or routing.expert_TA.numel() == 0 or not ops().moe_is_compiled():
-        return plain.experts(
-            x_TD,
-            routing,
-            gate_up_EJD,
-            down_EDF,
-            activation=activation,
-            clamp=clamp,
-            out_dtype=out_dtype,
-            kernels=linear,
+        return plain.experts_by(
+            linear, x_TD, routing, gate_up_EJD, down_EDF, activation=activation, clamp=clamp, out_dtype=out_dtype
         )
     plain.check_experts(routing, num_experts=len(gate_up_EJD))
     sum_TD = ops().moe_experts(

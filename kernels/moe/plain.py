@@ -56,7 +56,7 @@ def route(
 
 def experts(
     x_TD: torch.Tensor, routing: Routing, gate_up_EJD: torch.Tensor, down_EDF: torch.Tensor, *, activation: str,
-    clamp: float | None = None, out_dtype: torch.dtype | None = None, kernels: LinearKernels = linear_plain,
+    clamp: float | None = None, out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """sum over a token's experts of weight * down(act(gate) * up).
 
@@ -67,7 +67,6 @@ def experts(
         down_EDF: the experts' down projections.
         activation: "silu" or "gelu".
         clamp: gate is cut above it and up beyond it on both sides, before the activation; None: neither.
-        kernels: who multiplies and activates.
 
     Returns:
         [T, D] in `out_dtype` (x's if left out). The sum runs in ascending expert order whatever the order of the slots.
@@ -75,6 +74,16 @@ def experts(
     Raises:
         ValueError: unknown activation, or an expert number outside [-1, E).
     """
+    return experts_by(
+        linear_plain, x_TD, routing, gate_up_EJD, down_EDF, activation=activation, clamp=clamp, out_dtype=out_dtype
+    )
+
+
+def experts_by(
+    kernels: LinearKernels, x_TD: torch.Tensor, routing: Routing, gate_up_EJD: torch.Tensor, down_EDF: torch.Tensor, *,
+    activation: str, clamp: float | None, out_dtype: torch.dtype | None,
+) -> torch.Tensor:  # fmt: skip
+    """`experts` with the products and activations of `kernels`."""
     check_activation(activation)
     out_dtype = out_dtype or x_TD.dtype
     precision = torch.float64 if x_TD.dtype == torch.float64 else torch.float32

@@ -94,27 +94,18 @@ LP_NOINLINE void outputs(const Tile& tile, const float* state, const float* delt
     }
 }
 
-// S = diag(P_C) S + K-hat^T Delta.
+// S = diag(P_C) S + K-hat^T Delta, rounded once.
 LP_NOINLINE void advance(const Tile& tile, float* state, const float* delta, Ahead& ahead) {
     for (int64_t c = 0; c < tile.num_keys; c += TILE_ROWS) {
         ahead.fetch();
         Accumulators sums;
-        if constexpr (CAREFUL_STATES) {
-            zero(sums);
-            multiply_add_transposed(sums, tile.key_end + c, tile.num_keys, delta, PANEL, tile.num_rows);
+        zero(sums);
+        multiply_add_transposed(sums, tile.key_end + c, tile.num_keys, delta, PANEL, tile.num_rows);
 #pragma GCC unroll 8
-            for (int m = 0; m < TILE_ROWS; ++m)
+        for (int m = 0; m < TILE_ROWS; ++m)
 #pragma GCC unroll 2
-                for (int j = 0; j < PANEL_VECS; ++j)
-                    sums[m][j] += load(state + (c + m) * PANEL + j * LANES) * splat(tile.decay()[c + m]);
-        } else {
-            load_tile(sums, state + c * PANEL, PANEL);
-#pragma GCC unroll 8
-            for (int m = 0; m < TILE_ROWS; ++m)
-#pragma GCC unroll 2
-                for (int j = 0; j < PANEL_VECS; ++j) sums[m][j] *= splat(tile.decay()[c + m]);
-            multiply_add_transposed(sums, tile.key_end + c, tile.num_keys, delta, PANEL, tile.num_rows);
-        }
+            for (int j = 0; j < PANEL_VECS; ++j)
+                sums[m][j] += load(state + (c + m) * PANEL + j * LANES) * splat(tile.decay()[c + m]);
         store_tile(sums, state + c * PANEL, PANEL);
     }
 }

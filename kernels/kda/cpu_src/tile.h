@@ -18,9 +18,6 @@ constexpr int64_t BLOCK = 16;
 constexpr int64_t MAX_KEYS = 256;
 // Of a tile's 640 lines at K = V = 128 with each of its 80 or 320 micro-kernels.
 constexpr int FETCH_LINES = LANES == 16 ? 16 : 2;
-// One rounding of a state and one of its decay a tile, not sixteen of each: see "Accuracy" in the README. AVX-512 keeps the
-// sums that it was measured with.
-constexpr bool CAREFUL_STATES = LANES != 16;
 
 // One head's inputs from the first row of a segment on, and where its outputs go (null in a summary); rows are *_row apart.
 template <typename V>
@@ -135,7 +132,7 @@ LP_INLINE void load_pair(Tile& tile, const HeadInputs<V>& in, int64_t row, int64
         store(beta_k + c, key0 * beta0 * alpha0), store(beta_k + stride + c, beta_key1 * alpha0);
         store(key_end + c, key0 * alpha1), store(key_end + stride + c, key1);
         store(alpha + c, alpha0 * alpha1);
-        if (CAREFUL_STATES) store(log_decay + c, first == 0 ? sum : load(log_decay + c) + sum);
+        store(log_decay + c, first == 0 ? sum : load(log_decay + c) + sum);
         if (WITH_QUERIES) {
             const Vec query0 = load_some(q0 + c, some) * scale, query1 = load_some(q1 + c, some) * scale;
             const Vec decayed1 = query1 * alpha1;
@@ -232,8 +229,8 @@ LP_NOINLINE void make_tile(Tile& tile, const HeadInputs<V>& in, int64_t row, int
             meet<WITH_QUERIES>(tile, p, p + half, end);
             join<WITH_QUERIES>(tile, p, p + half, end);
         }
-    // Of slow gates; a large sum is itself too coarse.
-    for (int64_t c = 0; CAREFUL_STATES && c < tile.num_keys; c += LANES) {
+    // One rounding of the decay a tile, not sixteen; of slow gates, as a large sum is itself too coarse.
+    for (int64_t c = 0; c < tile.num_keys; c += LANES) {
         const Vec product = load(tile.alpha + c), log_decay = load(tile.log_decay + c);
         store(tile.alpha + c, log_decay > -1.0f ? exp(log_decay) : product);
     }
