@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -55,9 +55,9 @@ class Policy(ABC):
             slots, keys = slots[first], keys[first]
         return slots[np.lexsort((table.numbers[slots], table.arrival_s[slots], keys))][:most]
 
-    def room_s(self, table: JobTable, now: float, num_units: int, slots: Sequence[int]) -> float:
-        """How long a step may last that ends the jobs of `slots` together."""
-        return inf
+    def room(self, table: JobTable, now: float, num_units: int, slots: Sequence[int]) -> Callable[[int, float], bool]:
+        """Whether there is room for a step that ends the jobs of the first so many of `slots` and takes so long."""
+        return lambda number, seconds: True
 
     def first(self, table: JobTable, now: float, eligible: np.ndarray) -> int | None:
         """The eligible slot with the smallest key; ties by arrival, then job number, so that slots never matter."""

@@ -76,12 +76,13 @@ class Fleet:
         if held is not None and held[0] == block:
             return
         self.release(job)
-        self.free_bytes[block.start : block.start + block.size] -= num_bytes
+        if self._is_limited:
+            self.free_bytes[block.start : block.start + block.size] -= num_bytes
         self._held[job] = (block, num_bytes)
 
     def release(self, job: int) -> None:
         held = self._held.pop(job, None)
-        if held is not None:
+        if held is not None and self._is_limited:
             block, num_bytes = held
             self.free_bytes[block.start : block.start + block.size] += num_bytes
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
@@ -107,20 +107,34 @@ class Guarded(Policy):
             return Pick(slot, "shortest; the promises before it are being kept elsewhere", False)
         return Pick(int(waiting[0]), f"promised by {table.latest_s[waiting[0]]:.3f} s", True)
 
-    def room_s(self, table: JobTable, now: float, num_units: int, slots: Sequence[int]) -> float:
+    def room(self, table: JobTable, now: float, num_units: int, slots: Sequence[int]) -> Callable[[int, float], bool]:
         """Every one of them ends with the step; the others that are promised before their last are put off by it. What
         nothing can keep any more limits nothing."""
-        members, margin_s = np.asarray(slots), MARGIN * abs(now)
-        slack_s = table.latest_s[members] - now
-        room_s = slack_s[slack_s >= table.remaining_s[members] - margin_s].min(initial=inf)
-        is_member = np.zeros(table.end, dtype=bool)
-        is_member[members] = True
-        latest_s = table.latest_s[self._order]
-        reach = int(np.searchsorted(latest_s, table.latest_s[members].max(), side="right"))
-        is_other = ~is_member[self._order[:reach]]
-        own_s = table.remaining_s[self._order[:reach][is_other]]
-        slack_s = latest_s[:reach][is_other] - now - np.maximum(np.cumsum(own_s) / num_units, own_s)
-        return float(min(room_s, slack_s[slack_s >= -margin_s].min(initial=inf))) - margin_s
+        margin_s = MARGIN * abs(now)
+        left_s, own_s = table.latest_s[self._order] - now, table.remaining_s[self._order]
+        place_of = np.zeros(table.end, dtype=np.int64)
+        place_of[self._order] = np.arange(len(self._order))
+        places = place_of[slots]
+        kept_s = np.where(left_s[places] >= own_s[places] - margin_s, left_s[places], inf)
+        last_s = np.maximum.accumulate(left_s[places])
+        sums_s = np.cumsum(own_s)
+        least_s = left_s - np.maximum(sums_s / num_units, own_s)
+        """Slack of every promise if all of them had to wait for each other."""
+
+        def has_room(number: int, seconds: float) -> bool:
+            wanted_s = seconds + margin_s
+            if kept_s[:number].min() < wanted_s:
+                return False
+            ours, end = np.sort(places[:number]), int(np.searchsorted(left_s, last_s[number - 1], side="right"))
+            gone_s = np.cumsum(own_s[ours]) / num_units
+            in_doubt = (least_s[:end] < wanted_s) & (least_s[:end] >= -margin_s - gone_s[-1])
+            in_doubt[ours] = False
+            others = in_doubt.nonzero()[0]
+            before_s = np.concatenate([[0.0], gone_s])[np.searchsorted(ours, others)]
+            slack_s = left_s[others] - np.maximum(sums_s[others] / num_units - before_s, own_s[others])
+            return not bool(((slack_s >= -margin_s) & (slack_s < wanted_s)).any())
+
+        return has_room
 
     def _promise_s(self, num_tokens: int, first_come_s: float, own_s: float) -> float:
         """Seconds from arrival to the promise; never below `first_come_s`."""

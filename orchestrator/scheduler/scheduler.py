@@ -345,13 +345,14 @@ class Scheduler:
                 break
             pieces.append(piece)
             slots.append(slot)
+        has_room = None
         while len(pieces) > 1:
             seconds = self.costs.step_seconds(pieces, sized.layout, mesh)
-            is_in_time = settings.step_tokens is not None or seconds <= settings.step_target_s
-            if is_in_time and seconds <= self._policy.room_s(table, now, num_units, slots):
-                return tuple(pieces), seconds
-            fewer = len(pieces) // 4
-            del pieces[fewer:], slots[fewer:]
+            if settings.step_tokens is not None or seconds <= settings.step_target_s:
+                has_room = has_room or self._policy.room(table, now, num_units, slots)
+                if has_room(len(pieces), seconds):
+                    return tuple(pieces), seconds
+            del pieces[len(pieces) // 4 :]
         return (first,), sized.seconds
 
     def _packable(self, first: Slice, block: Block, now: float) -> list[int]:
@@ -373,13 +374,13 @@ class Scheduler:
 
     def _begin(self, step: StepDecision) -> None:
         fleet, table = self._fleet, self._table
-        for piece in step.slices:
-            slot = table.slot(piece.job)
-            fleet.hold(piece.job, step.block, fleet.settings.job_bytes(int(table.tokens[slot])))
-            table.need_bytes[slot] = 0.0
-            table.is_ready[slot] = False
-            table.step_s[slot] = step.estimate_s
+        slots = [table.slot(piece.job) for piece in step.slices]
+        for piece, num_tokens in zip(step.slices, table.tokens[slots].tolist(), strict=True):
+            fleet.hold(piece.job, step.block, fleet.settings.job_bytes(num_tokens))
             self._progress[piece.job].away_tokens = 0
+        table.need_bytes[slots] = 0.0
+        table.is_ready[slots] = False
+        table.step_s[slots] = step.estimate_s
         self._num_ready -= len(step.slices)
         fleet.occupy(step.block)
         self._steps[step.id] = step
