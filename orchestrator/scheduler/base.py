@@ -16,12 +16,25 @@ POLICIES = ("guarded", "fcfs", "edf", "srpt")
 """Ours first: the default."""
 
 
+class Promises(NamedTuple):
+    """The jobs of a table in the order of their promises, at one time."""
+
+    left_s: np.ndarray
+    """Until the promise."""
+    own_s: np.ndarray
+    """Remaining, on one unit."""
+    sums_s: np.ndarray
+    """Of the job and all before it."""
+
+
 class Pick(NamedTuple):
     """The next job and the reason in words; `is_urgent` when nothing new may start before it."""
 
     slot: int
     reason: str
     is_urgent: bool
+    promises: Promises | None = None
+    """As the policy saw them, if it did."""
 
 
 class Policy(ABC):
@@ -55,8 +68,11 @@ class Policy(ABC):
             slots, keys = slots[first], keys[first]
         return slots[np.lexsort((table.numbers[slots], table.arrival_s[slots], keys))][:most]
 
-    def room(self, table: JobTable, now: float, num_units: int, slots: Sequence[int]) -> Callable[[int, float], bool]:
-        """Whether there is room for a step that ends the jobs of the first so many of `slots` and takes so long."""
+    def room(
+        self, table: JobTable, now: float, num_units: int, slots: Sequence[int], promises: Promises | None
+    ) -> Callable[[int, float], bool]:
+        """Whether there is room for a step that ends the jobs of the first so many of `slots` and takes so long.
+        `promises`: of the pick at this time; since then nothing has changed."""
         return lambda number, seconds: True
 
     def first(self, table: JobTable, now: float, eligible: np.ndarray) -> int | None:

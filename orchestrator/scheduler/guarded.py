@@ -22,7 +22,7 @@ from math import inf, isfinite
 
 import numpy as np
 
-from longprefill.orchestrator.scheduler.base import Pick, Policy
+from longprefill.orchestrator.scheduler.base import Pick, Policy, Promises
 from longprefill.orchestrator.scheduler.table import JobTable
 
 HISTORY = 4096
@@ -95,29 +95,27 @@ class Guarded(Policy):
         place = int((order == slot).argmax())
         if place == 0:
             return Pick(slot, "shortest; its promise is the earliest", False)
-        before = order[:place]
-        remaining_s = table.remaining_s[before]
-        finish_s = now + np.maximum(np.cumsum(remaining_s) / num_units, remaining_s)
-        slack_s = table.latest_s[before] - finish_s
-        step_s = float(table.step_s[slot])
-        if bool((slack_s > step_s + MARGIN * abs(now)).all()):
-            return Pick(slot, "shortest; every promise before it can wait a step", False)
+        before, seen = order[:place], self._promises(table, now)
+        slack_s = seen.left_s[:place] - np.maximum(seen.sums_s[:place] / num_units, seen.own_s[:place])
+        if float(slack_s.min()) > float(table.step_s[slot]) + MARGIN * abs(now):
+            return Pick(slot, "shortest; every promise before it can wait a step", False, seen)
         waiting = before[eligible[before]]
         if not len(waiting):
-            return Pick(slot, "shortest; the promises before it are being kept elsewhere", False)
-        return Pick(int(waiting[0]), f"promised by {table.latest_s[waiting[0]]:.3f} s", True)
+            return Pick(slot, "shortest; the promises before it are being kept elsewhere", False, seen)
+        return Pick(int(waiting[0]), f"promised by {table.latest_s[waiting[0]]:.3f} s", True, seen)
 
-    def room(self, table: JobTable, now: float, num_units: int, slots: Sequence[int]) -> Callable[[int, float], bool]:
+    def room(
+        self, table: JobTable, now: float, num_units: int, slots: Sequence[int], promises: Promises | None
+    ) -> Callable[[int, float], bool]:
         """Every one of them ends with the step; the others that are promised before their last are put off by it. What
         nothing can keep any more limits nothing."""
         margin_s = MARGIN * abs(now)
-        left_s, own_s = table.latest_s[self._order] - now, table.remaining_s[self._order]
-        place_of = np.zeros(table.end, dtype=np.int64)
-        place_of[self._order] = np.arange(len(self._order))
-        places = place_of[slots]
+        left_s, own_s, sums_s = promises or self._promises(table, now)
+        places = np.searchsorted(left_s, table.latest_s[slots] - now)
+        while (is_wrong := self._order[places] != slots).any():
+            places[is_wrong] += 1  # equal promises
         kept_s = np.where(left_s[places] >= own_s[places] - margin_s, left_s[places], inf)
         last_s = np.maximum.accumulate(left_s[places])
-        sums_s = np.cumsum(own_s)
         least_s = left_s - np.maximum(sums_s / num_units, own_s)
         """Slack of every promise if all of them had to wait for each other."""
 
@@ -135,6 +133,10 @@ class Guarded(Policy):
             return not bool(((slack_s >= -margin_s) & (slack_s < wanted_s)).any())
 
         return has_room
+
+    def _promises(self, table: JobTable, now: float) -> Promises:
+        own_s = table.remaining_s[self._order]
+        return Promises(table.latest_s[self._order] - now, own_s, np.cumsum(own_s))
 
     def _promise_s(self, num_tokens: int, first_come_s: float, own_s: float) -> float:
         """Seconds from arrival to the promise; never below `first_come_s`."""

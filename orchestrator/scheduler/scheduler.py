@@ -282,7 +282,7 @@ class Scheduler:
         slices = (Slice(job=job.id, start=place.position, end=sized.end),)
         seconds = sized.seconds
         if sized.end == job.num_tokens <= settings.pack_tokens:
-            slices, seconds = self._pack(slices[0], sized, place.block, now)
+            slices, seconds = self._pack(slices[0], sized, place.block, now, pick)
         step = StepDecision(
             id=self._num_steps,
             slices=slices,
@@ -330,7 +330,9 @@ class Scheduler:
         reason = "brought from where it survived" if progress.away_tokens else ""
         return _Place(block, progress.position, self._move_s(progress.away_tokens), reason)
 
-    def _pack(self, first: Slice, sized: Sized, block: Block, now: float) -> tuple[tuple[Slice, ...], float]:
+    def _pack(
+        self, first: Slice, sized: Sized, block: Block, now: float, pick: Pick
+    ) -> tuple[tuple[Slice, ...], float]:
         """More short jobs for a step that ends its first job: as many of those that could join as its size has room
         for, or a quarter of them, or a sixteenth, where time or the promises leave less."""
         table, settings = self._table, self.settings
@@ -349,7 +351,7 @@ class Scheduler:
         while len(pieces) > 1:
             seconds = self.costs.step_seconds(pieces, sized.layout, mesh)
             if settings.step_tokens is not None or seconds <= settings.step_target_s:
-                has_room = has_room or self._policy.room(table, now, num_units, slots)
+                has_room = has_room or self._policy.room(table, now, num_units, slots, pick.promises)
                 if has_room(len(pieces), seconds):
                     return tuple(pieces), seconds
             del pieces[len(pieces) // 4 :]
