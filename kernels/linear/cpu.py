@@ -66,7 +66,8 @@ def has_products(x: torch.Tensor, weight: torch.Tensor) -> bool:
 @functools.cache
 def _has_arm_products() -> bool:
     """oneDNN multiplies bf16 on some 64-bit Arm processors; the compiled vectors do not tell those apart."""
-    return platform.machine() == "aarch64" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    is_possible = platform.machine() == "aarch64" and torch.backends.mkldnn.is_available()
+    return is_possible and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def multiply_heads(
