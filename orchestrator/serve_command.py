@@ -57,8 +57,9 @@ def serve(config_file: Path) -> None:
         service = RunningService(config)
         try:
             url = service.start()
-            typer.echo(f"ready on {url} in {time.monotonic() - started:.1f} s")
-            service.watch()
+            with service.asked_by_signals():  # from before anyone may send one
+                typer.echo(f"ready on {url} in {time.monotonic() - started:.1f} s")
+                service.watch()
             service.drain()
         except RayGone as error:
             service.end_without_ray(str(error))
@@ -162,20 +163,25 @@ class RunningService:
 
     # ---- watch and end -------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def asked_by_signals(self) -> Iterator[None]:
+        """A first SIGTERM or SIGINT asks the service to end, a second one interrupts it."""
+        before = {number: signal.signal(number, self._ask_to_end) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     def watch(self) -> None:
         """Until a signal.
 
         Raises:
             RunFailed: Ray is gone, or the controller will not come back.
         """
-        before = {number: signal.signal(number, self._ask_to_end) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            while not self._asked_to_end.wait(WATCH_S):
-                self._check_verdict()
-                self._check_servers()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        while not self._asked_to_end.wait(WATCH_S):
+            self._check_verdict()
+            self._check_servers()
 
     def drain(self) -> None:
         """Takes no new jobs and lets the others end, as long as the configuration allows. What has not ended stays in
