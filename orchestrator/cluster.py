@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -35,6 +34,7 @@ from longprefill.orchestrator.plan import (
 )
 from longprefill.orchestrator.ray_runtime import LocalRay, worker_environment
 from longprefill.orchestrator.report import HandoffReport, StepDone
+from longprefill.orchestrator.signals import uninterrupted
 from longprefill.partition.errors import PromptError, UserError
 from longprefill.partition.layout import Slice
 from longprefill.partition.steps import pack_jobs
@@ -111,7 +111,7 @@ class LocalCluster:
     def close(self) -> None:
         """Ends every process and removes every file this cluster made; a second call does nothing. Interrupts wait
         until it is through, a few seconds at most."""
-        with _uninterrupted():
+        with uninterrupted():
             workers, self._workers = self._workers, None
             self._jobs.clear()
             if workers is not None:
@@ -346,17 +346,3 @@ class LocalCluster:
 def _load_torch() -> None:
     with contextlib.suppress(ImportError):  # whoever needs it says what is missing
         importlib.import_module("torch")
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Holds SIGINT and SIGTERM back: half a clean-up leaves processes behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

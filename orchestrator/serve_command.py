@@ -26,6 +26,7 @@ from longprefill.orchestrator.errors import RunFailed
 from longprefill.orchestrator.placement import demands, unsatisfiable
 from longprefill.orchestrator.ray_runtime import LocalRay, processes_naming, worker_environment
 from longprefill.orchestrator.service_checks import check_service
+from longprefill.orchestrator.signals import answered_by, uninterrupted
 from longprefill.partition.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -163,15 +164,9 @@ class RunningService:
 
     # ---- watch and end -------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def asked_by_signals(self) -> Iterator[None]:
+    def asked_by_signals(self) -> contextlib.AbstractContextManager[None]:
         """A first SIGTERM or SIGINT asks the service to end, a second one interrupts it."""
-        before = {number: signal.signal(number, self._ask_to_end) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return answered_by(self._ask_to_end)
 
     def watch(self) -> None:
         """Until a signal.
@@ -219,7 +214,7 @@ class RunningService:
         """Ends HTTP, controller, workers, and Ray if it is ours."""
         import ray
 
-        with _uninterrupted():
+        with uninterrupted():
             if ray.is_initialized():
                 try:
                     self._check_servers()
@@ -373,14 +368,3 @@ def _state_lock(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Holds SIGINT and SIGTERM back: half a clean-up leaves processes behind."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

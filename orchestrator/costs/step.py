@@ -11,12 +11,14 @@ last, and the two with most rows and most visible keys.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TypeVar
 
+from longprefill.orchestrator.costs.clocks import Clocks, Group, Seconds
 from longprefill.orchestrator.costs.exchanges import ExchangeBytes, ExchangeCosts
 from longprefill.orchestrator.costs.placement import Placement
 from longprefill.orchestrator.costs.rates import OperationRate, Rates
@@ -33,6 +35,8 @@ from longprefill.partition.operations import (
 from longprefill.partition.shapes import GqaShape, KdaShape, LayerShape, ModelShape, MoeShape
 from longprefill.partition.work import Exchange
 
+K = TypeVar("K")
+V = TypeVar("V")
 MOST_RANKS = 16
 """Up to so many ranks all clocks are kept."""
 PARTS: Mapping[str, str] = {
@@ -78,87 +82,6 @@ class StepTime:
     host_s: float
 
 
-Seconds = defaultdict[str, float]
-"""By part."""
-
-
-class _Group:
-    """Operations that every rank runs without an exchange in between: seconds by part, and their sum, for each rank."""
-
-    __slots__ = ("least", "more", "parts", "totals")
-
-    def __init__(self, parts: list[Seconds]) -> None:
-        sums: dict[int, float] = {}
-        for found in parts:
-            if id(found) not in sums:
-                sums[id(found)] = sum(found.values())
-        self.parts = parts
-        self.totals = [sums[id(found)] for found in parts]
-        self.least = min(sums.values())
-        self.more = [seconds - self.least for seconds in self.totals] if len(sums) > 1 else None
-        """Beyond the least; None: all take the same."""
-
-
-class _Clocks:
-    """Time of each chosen rank, and where it went: `now` counts from `base`, so that equal layers that find the ranks
-    equally far apart do the same to the last bit."""
-
-    def __init__(self, now: list[float]) -> None:
-        self.base = 0.0
-        self.now = now
-        self.waiting = [0.0] * len(now)
-        self.exposed: Seconds = defaultdict(float)
-        self.groups: dict[_Group, int] = defaultdict(int)
-
-    def run(self, group: _Group) -> None:
-        """Every rank works."""
-        self.base += group.least
-        if group.more is not None:
-            self.now = [now + more for now, more in zip(self.now, group.more, strict=True)]
-        self.groups[group] += 1
-
-    def meet(self, name: str, seconds: float) -> None:
-        """All ranks wait for the last one, then for the exchange."""
-        last = max(self.now)
-        self.waiting = [waited + last - now for waited, now in zip(self.waiting, self.now, strict=True)]
-        self.base += last + seconds
-        self.now = [0.0] * len(self.now)
-        self.exposed[name] += seconds
-
-    def pay(self, name: str, seconds: float) -> None:
-        """Every rank spends the same on something that is no work."""
-        self.exposed[name] += seconds
-        self.base += seconds
-
-    def settle(self) -> None:
-        """Counts from the first rank's time on."""
-        least = min(self.now)
-        self.base += least
-        self.now = [now - least for now in self.now]
-
-    def add(self, after: _Clocks, times: int) -> None:
-        """What happened so many times on other clocks, but for where they stand."""
-        self.base += times * after.base
-        self.waiting = [a + times * b for a, b in zip(self.waiting, after.waiting, strict=True)]
-        for name, seconds in after.exposed.items():
-            self.exposed[name] += times * seconds
-        for group, number in after.groups.items():
-            self.groups[group] += times * number
-
-    def parts(self, rank: int) -> Seconds:
-        """A rank's work by part."""
-        total: Seconds = defaultdict(float)
-        for group, times in self.groups.items():
-            for name, seconds in group.parts[rank].items():
-                total[name] += times * seconds
-        return total
-
-    def work_s(self) -> list[float]:
-        """Work of every rank."""
-        groups = self.groups.items()
-        return [sum(times * group.totals[rank] for group, times in groups) for rank in range(len(self.now))]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
     """What the step plan decides beside the mesh."""
@@ -169,12 +92,13 @@ class StepOptions:
     is_expert_parallel: bool = False
 
 
-LayerGroups = dict[str, _Group]
+LayerGroups = dict[str, Group]
 """The groups of a layer's operations, by the names of `LayerWork`."""
 LayerRates = list[dict[str, OperationRate]]
 """Of the operations of one kind of layer, for every rank or one for all."""
-MOST_COUNTED = 32
-"""Layouts whose counts are kept: the planner asks for a prompt's steps with one thing after another changed."""
+MOST_COUNTED, MOST_TIMES = 32, 4096
+"""Layouts whose counts, and steps whose times are kept; the oldest go. The planner asks for a prompt's steps with one
+thing after another changed."""
 
 
 class _Counted:
@@ -198,7 +122,7 @@ class StepCosts:
         rates = {id(profile): Rates(profile, copies) for profile in placement.profiles}
         self._rates = [rates[id(profile)] for profile in placement.profiles]
         self._layer_rates: dict[int, LayerRates] = {}
-        self._counted: OrderedDict[tuple[LayoutKind, tuple[Slice, ...]], _Counted] = OrderedDict()
+        self._counted: dict[tuple[LayoutKind, tuple[Slice, ...]], _Counted] = {}
         self._times: dict[tuple[LayoutKind, tuple[Slice, ...], int], StepTime] = {}
 
     def on(self, placement: Placement) -> StepCosts:
@@ -229,9 +153,11 @@ class StepCosts:
             ProfileError: a rate that the step needs is not known.
         """
         key = (kind, tuple(slices), num_ending)
-        if key not in self._times:
-            self._times[key] = _Step(self, self._counts(kind, key[1]), num_ending).time()
-        return self._times[key]
+        found = self._times.get(key)
+        if found is None:
+            found = _Step(self, self._counts(kind, key[1]), num_ending).time()
+            _keep(self._times, key, found, MOST_TIMES)
+        return found
 
     def layer_seconds(self, slices: Sequence[Slice]) -> dict[LayerShape, float]:
         """Work of the fullest rank in each kind of layer, without exchanges and Attention Residuals."""
@@ -253,9 +179,7 @@ class StepCosts:
         counted = self._counted.get((kind, slices))
         if counted is None:
             counted = _Counted(_layout(kind, slices, self.placement.cp), self.model)
-            self._counted[kind, slices] = counted
-            if len(self._counted) > MOST_COUNTED:
-                self._counted.popitem(last=False)
+            _keep(self._counted, (kind, slices), counted, MOST_COUNTED)
         return counted
 
     @cached_property
@@ -283,10 +207,10 @@ class _Step:
         self.ranks = counted.ranks
         self.num_ending = num_ending
         self.exchanges = ExchangeCosts(counted.bytes, costs.placement)
-        self.clocks = _Clocks([0.0] * len(self.ranks))
-        self._layers: dict[tuple[float, ...], _Clocks] = {}
+        self.clocks = Clocks([0.0] * len(self.ranks))
+        self._layers: dict[tuple[float, ...], Clocks] = {}
         self._times: dict[tuple[float, ...], int] = defaultdict(int)
-        self._mixing: dict[int, _Group] = {}
+        self._mixing: dict[int, Group] = {}
         self._halo_s: dict[int, float] = {}
 
     def time(self) -> StepTime:
@@ -321,7 +245,7 @@ class _Step:
             whole.meet("conv halo", self._halo_s[kind])
         key = (kind, *whole.now)
         if key not in self._layers:
-            self.clocks = self._layers[key] = _Clocks(whole.now)
+            self.clocks = self._layers[key] = Clocks(whole.now)
             self._layer(kind)
             self.clocks.pay("host", self.costs.placement.profiles[0].overheads.layer_s)
             self.clocks.settle()
@@ -357,7 +281,7 @@ class _Step:
                 clocks.meet("expert dispatch", exchanges.experts_s(layer.ffn))
         clocks.run(work["ffn"])
 
-    def _gather_beside(self, rows_s: float, beside: _Group) -> None:
+    def _gather_beside(self, rows_s: float, beside: Group) -> None:
         """The gather of cache rows starts when every rank has its own; a rank needs it after its query side."""
         clocks = self.clocks
         if not rows_s:
@@ -400,7 +324,7 @@ class _Step:
             }
         return known
 
-    def _group(self, kind: int, operations: Sequence[tuple[Operation, ...]]) -> _Group:
+    def _group(self, kind: int, operations: Sequence[tuple[Operation, ...]]) -> Group:
         """A group of operations of each chosen rank; what several ranks share is asked for once."""
         rates = self.costs.rates(kind)
         found: dict[tuple[int, int], Seconds] = {}
@@ -413,9 +337,9 @@ class _Step:
                 for operation in own:
                     known[PARTS[operation.name]] += rates[place][operation.name].seconds(operation)
             parts.append(known)
-        return _Group(parts)
+        return Group(parts)
 
-    def _longest_scan(self, work: Mapping[str, _Group]) -> float:
+    def _longest_scan(self, work: Mapping[str, Group]) -> float:
         """Scan seconds of one fragment, of the rank that has most."""
         most = max(a["kda"] + b["kda"] for a, b in zip(work["before"].parts, work["after"].parts, strict=True))
         return most / max(len(self.layout.local(rank)) for rank in self.ranks)
@@ -438,6 +362,13 @@ class _Step:
             exposed_s=sum(exposed.values()),
             host_s=host_s,
         )
+
+
+def _keep(kept: dict[K, V], key: K, value: V, most: int) -> None:
+    """One more, for the oldest."""
+    if len(kept) >= most:
+        del kept[next(iter(kept))]
+    kept[key] = value
 
 
 def _add(total: Seconds, found: Mapping[str, float]) -> None:
