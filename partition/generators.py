@@ -76,18 +76,19 @@ def _layout(slices: Sequence[Slice], num_ranks: int, cut: Callable[[Slice], list
     fragments: list[Fragment] = []
     for piece in sorted(slices, key=lambda piece: -piece.num_tokens):
         shares = cut(piece)
-        weights = [_weight(share) for share in shares] if len(slices) > 1 else []
         ranks = list(range(num_ranks))
-        if any(loads[0] != load for load in loads):
-            ranks = _match(weights, loads)
+        if len(slices) > 1:
+            weights = [_weight(share) for share in shares]
+            if any(loads[0] != load for load in loads):
+                ranks = _match(weights, loads)
+            for (tokens, keys), rank in zip(weights, ranks, strict=True):
+                loads[rank] = (loads[rank][0] + tokens, loads[rank][1] + keys)
         owned = [(run, rank) for share, rank in zip(shares, ranks, strict=True) for run in share]
         owned.sort(key=lambda pair: (pair[0].start, pair[0].stop))
         fragments += [
             Fragment(job=piece.job, start=run.start, length=len(run), rank=rank, order=order)
             for order, (run, rank) in enumerate(owned)
         ]
-        for (tokens, keys), rank in zip(weights, ranks, strict=False):
-            loads[rank] = (loads[rank][0] + tokens, loads[rank][1] + keys)
     return Layout(num_ranks=num_ranks, slices=tuple(slices), fragments=tuple(fragments))
 
 
