@@ -1,8 +1,9 @@
 """The cost model against published systems: each quantity that no publication gives is fitted to one figure, the rest
 is predicted.
 
-Meta's context parallelism: the rate of projections is fitted to one machine at 128K tokens, the fixed cost of a ring's
-step to one figure with several machines; everything else is the paper's (attention at 540 TF/s, 400 Gb/s a device).
+Meta's context parallelism: the fixed cost of a ring's step is fitted to one figure with several machines; everything
+else is the paper's (attention at 540 TF/s, 400 Gb/s a device), with the projections at the rate of attention. Beside it
+the rate of the projections can be fitted to one machine at 128K tokens.
 FlashKDA: the seconds a token of the chain are fitted to 12 heads; what is parallel over heads is bound by bytes.
 """
 
@@ -24,9 +25,11 @@ from longprefill.partition.operations import LayerPlace, layer_operations
 from longprefill.partition.shapes import DenseShape, GqaShape, KdaShape, LayerShape, ModelShape
 
 PUBLISHED = Path(__file__).parent / "published.toml"
-CALIBRATED = 131_072, 1
-"""Tokens and machines of the figure that the projections' rate is fitted to."""
-RING_POINTS = ((8192, 2), (131_072, 16))
+Point = tuple[int, int]
+"""Tokens and machines of a figure that something is fitted to."""
+RATE_POINT: Point = (131_072, 1)
+"""Where the projections' rate is fitted, if it is."""
+RING_POINTS: tuple[Point, ...] = ((131_072, 16), (8192, 2))
 """Either figure that a ring step's fixed cost is fitted to."""
 
 
@@ -51,27 +54,32 @@ def published() -> dict[str, Any]:
     return tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
 
 
-def meta_anchors(ring_point: tuple[int, int] | None = RING_POINTS[0]) -> list[Anchor]:
-    """All figures of the paper, with the ring's step fitted to one of them; None: it is free."""
+def meta_anchors(ring_point: Point | None, rate_point: Point | None = None) -> list[Anchor]:
+    """All figures of the paper, with the ring's step and the projections' rate fitted to figures of it. Without a point
+    the step is free, and the rate that of attention."""
     facts = published()["meta"]
     measured = {(int(tokens), int(machines)): seconds for tokens, machines, seconds in facts["measured"]}
-    gemm, step_s = meta_fitted(ring_point)
+    gemm, step_s = meta_fitted(ring_point, rate_point)
     return [
         Anchor(
             what=f"{tokens // 1024}K tokens, {machines} machine{'s' * (machines > 1)}",
             measured_s=seconds,
             predicted_s=_meta_seconds(facts, gemm, step_s, tokens, machines),
-            is_fitted=(tokens, machines) in (CALIBRATED, ring_point),
+            is_fitted=(tokens, machines) in (rate_point, ring_point),
         )
         for (tokens, machines), seconds in measured.items()
     ]
 
 
-def meta_fitted(ring_point: tuple[int, int] | None = RING_POINTS[0]) -> tuple[float, float]:
-    """(flops/s of projections a device, seconds of a ring step) as fitted."""
+def meta_fitted(ring_point: Point | None, rate_point: Point | None = None) -> tuple[float, float]:
+    """(flops/s of projections a device, seconds of a ring step), each as fitted or as `meta_anchors` says."""
     facts = published()["meta"]
     measured = {(int(tokens), int(machines)): seconds for tokens, machines, seconds in facts["measured"]}
-    gemm = _fitted(lambda rate: _meta_seconds(facts, rate, 0.0, *CALIBRATED), measured[CALIBRATED], low=1e13, high=4e15)
+    gemm = facts["attention_flops_per_s"]
+    if rate_point is not None:
+        gemm = _fitted(
+            lambda rate: _meta_seconds(facts, rate, 0.0, *rate_point), measured[rate_point], low=1e13, high=4e15
+        )
     if ring_point is None:
         return gemm, 0.0
     step_s = _fitted(
@@ -132,11 +140,11 @@ def _meta_seconds(facts: dict[str, Any], gemm: float, ring_step_s: float, tokens
         rates={
             "gemm": Rate(flops_per_s=gemm),
             "attention": Rate(flops_per_s=facts["attention_flops_per_s"]),
-            # norms and additions are inside the projections' fitted rate
+            # norms and additions are inside the projections' rate
             "memory": Rate(flops_per_s=0.0, memory_efficiency=1.0),
         },
         links=(
-            # what tensor parallelism moves inside a machine is inside the projections' fitted rate
+            # what tensor parallelism moves inside a machine is inside the projections' rate
             Link(pattern="any", scope="node", bytes_per_s=1e18),
             Link(pattern="any", scope="network", message_s=ring_step_s, bytes_per_s=facts["link_bytes_per_s"]),
         ),

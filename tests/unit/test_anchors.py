@@ -9,14 +9,22 @@ from pathlib import Path
 import pytest
 
 from longprefill.orchestrator.anchors import checks
-from longprefill.orchestrator.anchors.checks import RING_POINTS, bound_of, kda_anchors, meta_anchors
+from longprefill.orchestrator.anchors.checks import RATE_POINT, RING_POINTS, bound_of, kda_anchors, meta_anchors
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("ring_point", RING_POINTS)
-def test_context_parallelism_of_meta(ring_point: tuple[int, int]) -> None:
-    anchors = meta_anchors(ring_point)
+def test_context_parallelism_of_meta_after_one_calibration_point(ring_point: tuple[int, int]) -> None:
+    predicted = [anchor for anchor in meta_anchors(ring_point) if not anchor.is_fitted]
+    assert len(predicted) == 9
+    for anchor in predicted:
+        assert abs(anchor.error) <= 0.09 <= bound_of(anchor), (anchor.what, anchor.error)
+
+
+@pytest.mark.parametrize("ring_point", RING_POINTS)
+def test_context_parallelism_of_meta_after_two(ring_point: tuple[int, int]) -> None:
+    anchors = meta_anchors(ring_point, RATE_POINT)
     predicted = {anchor.what: anchor for anchor in anchors if not anchor.is_fitted}
     assert len(predicted) == 8
     assert {"128K tokens, 2 machines", "128K tokens, 4 machines", "128K tokens, 8 machines"} <= set(predicted)
@@ -28,7 +36,7 @@ def test_context_parallelism_of_meta(ring_point: tuple[int, int]) -> None:
 
 def test_without_the_rings_cost_many_machines_are_wrong() -> None:
     """The check can fail: one number for all is not enough."""
-    errors = {anchor.what: anchor.error for anchor in meta_anchors(None)}
+    errors = {anchor.what: anchor.error for anchor in meta_anchors(None, RATE_POINT)}
     assert errors["128K tokens, 2 machines"] == pytest.approx(0, abs=0.02)
     assert errors["128K tokens, 16 machines"] < -0.2
 
