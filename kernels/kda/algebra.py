@@ -17,6 +17,20 @@ def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+SLOW_LOG_DECAY = -0.35
+
+
+def split_decay(log_decay: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(change, kept): a state's decay as P S = kept S + change S. `factor` is exp(log_decay); any one shape.
+
+    1 and a small change for slow channels, 0 and the whole factor for others. A factor just below 1 is rounded by up to
+    3e-8; gates that hardly move in time round it to the same side again and again, and a state that forgets next to
+    nothing in thousands of tiles adds that up. All that is added to a state is to be summed before it meets the state.
+    """
+    is_slow = log_decay > SLOW_LOG_DECAY
+    return torch.where(is_slow, torch.expm1(log_decay), factor), is_slow.to(factor.dtype)
+
+
 def keep_states(
     new_GKV: Sequence[torch.Tensor], given_GKV: Sequence[torch.Tensor], *, in_place: bool
 ) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ import torch
 from longprefill.kernels.contracts import KdaInputs, KdaScan, KdaStep, Summary
 from longprefill.kernels.conv import plain as conv
 
-from .algebra import compute_dtype, keep_states
+from .algebra import compute_dtype, keep_states, split_decay
 from .tiles import TILE_TOKENS as C
 from .tiles import TileTable, check_interior, tile_table
 
@@ -26,6 +26,8 @@ GROUP_BYTES = 8 << 20
 """Tiles are prepared in groups whose work buffers take about this much, so that they stay in cache whatever T."""
 POINTWISE_ELEMENTS = 1 << 18
 """Elements a block of rows in the pointwise functions: about 1 MiB, which stays in L2."""
+SMALL_SUM = -1.0
+"""Sums of g above have a smaller rounding error than products of their exps."""
 ZERO_CHECK_TILES = 4
 """A summary looks this often whether its transition has underflowed to exactly zero."""
 
@@ -42,8 +44,9 @@ class PreparedTiles:
     """k * decay to the tile's end."""
     attention_YCC: torch.Tensor
     """scale * q_i . k_j under the decay between them, j <= i, zero above."""
-    decay_YK: torch.Tensor
-    """Decay of the whole tile."""
+    change_YK: torch.Tensor
+    """With `kept` the decay P of the whole tile, as P S = kept S + change S (`split_decay`)."""
+    kept_YK: torch.Tensor
     tiles: TileTable
     num_tokens: int
     num_heads: int
@@ -121,7 +124,8 @@ def prepare(
         q_YCK=new.new_empty(num, C, num_keys),
         k_YCK=new.new_empty(num, C, num_keys),
         attention_YCC=new.new_zeros(num, C, C),
-        decay_YK=new.new_empty(num, num_keys),
+        change_YK=new.new_empty(num, num_keys),
+        kept_YK=new.new_empty(num, num_keys),
         tiles=tiles,
         num_tokens=num_tokens,
         num_heads=num_heads,
@@ -156,8 +160,7 @@ def summarize(prepared: PreparedTiles, segment: int, *, initial_state_GKV: torch
         delta_GCJ[:, :, :num_values] = w_u_GCJ[:, :, num_keys:]
         delta_GCJ[:, :, num_values:] = 0
         delta_GCJ.baddbmm_(w_u_GCJ[:, :, :num_keys], state_GKJ, alpha=-1)
-        state_GKJ.mul_(prepared.decay_YK[which].unsqueeze(-1))
-        state_GKJ.baddbmm_(prepared.k_YCK[which].transpose(1, 2), delta_GCJ)
+        _advance(state_GKJ, prepared, which, delta_GCJ)
         if with_transition and index % ZERO_CHECK_TILES == 0 and _flush_denormals(state_GKJ[:, :, num_values:]):
             # Later tiles multiply this zero: from here on only E is left to compute.
             state_GKJ, delta_GCJ = (x[:, :, :num_values].contiguous() for x in (state_GKJ, delta_GCJ))
@@ -198,8 +201,7 @@ def scan(
         delta_YCV = torch.baddbmm(w_u_YCJ[:, :, num_keys:], w_u_YCJ[:, :, :num_keys], running_YKV, alpha=-1)
         tile_out_YCV = torch.bmm(prepared.q_YCK[which], running_YKV)
         tile_out_YCV.baddbmm_(prepared.attention_YCC[which], delta_YCV)
-        running_YKV.mul_(prepared.decay_YK[which].unsqueeze(-1))
-        running_YKV.baddbmm_(prepared.k_YCK[which].transpose(1, 2), delta_YCV)
+        _advance(running_YKV, prepared, which, delta_YCV)
         for tile in range(first, end):
             start, length = tiles.starts[tile], tiles.lengths[tile]
             tile_out_GCV = tile_out_YCV[(tile - first) * heads : (tile - first + 1) * heads]
@@ -221,15 +223,24 @@ def step(
     k_q_NG2K = torch.stack([k_NHK, q_NHK], dim=2).to(dtype).repeat_interleave(repeat, 1)
     overlap_NG1 = torch.linalg.vecdot(k_q_NG2K[:, :, 0], k_q_NG2K[:, :, 1]).unsqueeze(-1)
     alpha_NGK = g_NGK.to(dtype).exp()
+    change_NGK1, kept_NGK1 = (x.unsqueeze(-1) for x in split_decay(g_NGK.to(dtype), alpha_NGK))
     out_NGV, new_GKV = v_NGV.new_empty(v_NGV.shape), []
     for n, given_GKV in enumerate(states_GKV):
         state_GKV, alpha_G1K = given_GKV.to(dtype), alpha_NGK[n].unsqueeze(1)
         read_G2V = torch.bmm(k_q_NG2K[n] * alpha_G1K, state_GKV)
         delta_GV = beta_NG[n].to(dtype).unsqueeze(-1) * (v_NGV[n].to(dtype) - read_G2V[:, 0])
         out_NGV[n] = scale * (read_G2V[:, 1] + overlap_NG1[n] * delta_GV)
-        decayed_GKV = alpha_G1K.transpose(1, 2) * state_GKV
-        new_GKV.append(decayed_GKV.baddbmm_(k_q_NG2K[n, :, 0].unsqueeze(-1), delta_GV.unsqueeze(1)))
+        changed_GKV = change_NGK1[n] * state_GKV
+        changed_GKV.baddbmm_(k_q_NG2K[n, :, 0].unsqueeze(-1), delta_GV.unsqueeze(1))
+        new_GKV.append(changed_GKV.addcmul_(kept_NGK1[n], state_GKV))
     return KdaStep(out_NGV, keep_states(new_GKV, states_GKV, in_place=in_place))
+
+
+def _advance(state_YKJ: torch.Tensor, prepared: PreparedTiles, which: slice, delta_YCJ: torch.Tensor) -> None:
+    """S = P S + K-hat^T Delta over one tile, in place."""
+    added_YKJ = prepared.change_YK[which].unsqueeze(-1) * state_YKJ
+    added_YKJ.baddbmm_(prepared.k_YCK[which].transpose(1, 2), delta_YCJ)
+    state_YKJ.mul_(prepared.kept_YK[which].unsqueeze(-1)).add_(added_YKJ)
 
 
 def _flush_denormals(x_GKK: torch.Tensor) -> bool:
@@ -295,9 +306,11 @@ def _prepare_group(
     diagonal_ZHRC = torch.linalg.vecdot(q_ZH1CK, k_ZH1CK).mul_(scale).expand(split)
     attention_YCC.view(*split, C).diagonal(dim1=-2, dim2=-1).copy_(diagonal_ZHRC)
 
-    prepared.decay_YK[which] = _dyadic_products(
-        k_q_YC2K, k_end_YCK, alpha_YCK, beta_YC1, lower_YCC, attention_YCC, scale
+    g_YCK = g_ZCGK.to(dtype).transpose(1, 2).reshape(num, C, num_keys)
+    log_decay_YK, decay_YK = _dyadic_products(
+        k_q_YC2K, k_end_YCK, g_YCK, alpha_YCK, beta_YC1, lower_YCC, attention_YCC, scale
     )
+    prepared.change_YK[which], prepared.kept_YK[which] = split_decay(log_decay_YK, decay_YK)
 
     w_u_YCJ = prepared.w_u_YCJ[which]
     torch.mul(k_q_YC2K[:, :, 0], beta_YC1, out=w_u_YCJ[:, :, :num_keys])
@@ -312,17 +325,19 @@ def _prepare_group(
 
 
 def _dyadic_products(
-    k_q_YC2K: torch.Tensor, k_end_YCK: torch.Tensor, alpha_YCK: torch.Tensor, beta_YC1: torch.Tensor,
-    lower_YCC: torch.Tensor, attention_YCC: torch.Tensor, scale: float,
-) -> torch.Tensor:  # fmt: skip
-    """Fills L (`lower`) and the attention below the diagonal, level by level, and returns the tile's decay [Y, K].
+    k_q_YC2K: torch.Tensor, k_end_YCK: torch.Tensor, g_YCK: torch.Tensor, alpha_YCK: torch.Tensor,
+    beta_YC1: torch.Tensor, lower_YCC: torch.Tensor, attention_YCC: torch.Tensor, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Fills L (`lower`) and the attention below the diagonal, level by level; the tile's sum of g and decay [Y, K].
 
     At a level with halves of I rows, `k_q` holds each row times its decay from its half's start and `k_end` each key
     times its decay to its half's end. A block's rows in the second half meet its keys in the first half: one product.
     Then both are carried over to blocks of 2 I rows, so after the last level they hold the decays of the whole tile.
+    A block's decay is exp of its sum of g while that is small, the product of its halves' beyond, where the sum is too
+    coarse: products of equal numbers just below 1 all round to one side.
     """
     num, _, _, num_keys = k_q_YC2K.shape
-    block_decay = alpha_YCK
+    block_sum, block_decay = g_YCK, alpha_YCK
     half = 1
     while half < C:
         blocks = C // (2 * half)
@@ -338,9 +353,11 @@ def _dyadic_products(
         torch.mul(products[:, :, :, 1], scale, out=_below_diagonal(attention_YCC, half))
         rows[:, :, 1].mul_(decay[:, :, 0].view(num, blocks, 1, 1, num_keys))
         keys[:, :, 0].mul_(decay[:, :, 1].view(num, blocks, 1, num_keys))
-        block_decay = decay[:, :, 0] * decay[:, :, 1]
+        block_sum = block_sum.view(num, blocks, 2, num_keys).sum(2)
+        product = decay[:, :, 0] * decay[:, :, 1]
+        block_decay = torch.where(block_sum > SMALL_SUM, block_sum.exp(), product)
         half *= 2
-    return block_decay.view(num, num_keys)
+    return block_sum.view(num, num_keys), block_decay.view(num, num_keys)
 
 
 def _below_diagonal(square_YCC: torch.Tensor, half: int) -> torch.Tensor:

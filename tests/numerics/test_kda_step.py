@@ -62,6 +62,19 @@ def test_a_step_of_many_requests_is_a_scan_of_one_row_each(
         assert_close(found, wanted, op="kda", dim=0)
 
 
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("decay", [1e-3, 1e-5])
+def test_errors_of_constant_slow_gates_do_not_add_up(backend: Any, decay: float) -> None:
+    case = make_case(tokens=2048, heads=(1, 1), dims=(32, 16), regime="tiny")
+    uniform = torch.rand(1, 1, 32, generator=torch.Generator().manual_seed(0))
+    case = case.changed(g=(-decay * uniform).expand_as(case.g), beta=0.1 * case.beta)
+    states = [case.initial[0].clone()]
+    for t in range(2048):
+        states = step(case, backend, rows=slice(t, t + 1), states=states, in_place=True).states_GKV
+    wanted = plain.scan(case.doubled().prepare(plain), case.initial.double())
+    assert_close(states[0], wanted.state_NGKV[0], op="kda")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_in_place_writes_the_given_states_wherever_they_lie(backend: Any) -> None:
     case = make_case(offsets=(0, 1, 2, 3), regime="tiny")

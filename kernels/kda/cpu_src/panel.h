@@ -94,7 +94,7 @@ LP_NOINLINE void outputs(const Tile& tile, const float* state, const float* delt
     }
 }
 
-// S = diag(P_C) S + K-hat^T Delta, rounded once.
+// S = diag(P_C) S + K-hat^T Delta; what is added to a slow channel is summed first (decay.h).
 LP_NOINLINE void advance(const Tile& tile, float* state, const float* delta, Ahead& ahead) {
     for (int64_t c = 0; c < tile.num_keys; c += TILE_ROWS) {
         ahead.fetch();
@@ -104,8 +104,11 @@ LP_NOINLINE void advance(const Tile& tile, float* state, const float* delta, Ahe
 #pragma GCC unroll 8
         for (int m = 0; m < TILE_ROWS; ++m)
 #pragma GCC unroll 2
-            for (int j = 0; j < PANEL_VECS; ++j)
-                sums[m][j] += load(state + (c + m) * PANEL + j * LANES) * splat(tile.decay()[c + m]);
+            for (int j = 0; j < PANEL_VECS; ++j) {
+                const Vec old = load(state + (c + m) * PANEL + j * LANES);
+                sums[m][j] += old * splat(tile.change[c + m]);
+                sums[m][j] += old * splat(tile.kept[c + m]);
+            }
         store_tile(sums, state + c * PANEL, PANEL);
     }
 }

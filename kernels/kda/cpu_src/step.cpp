@@ -4,6 +4,7 @@
 // the second-level cache) and written once; while it is updated, the next one is on its way.
 #include <vector>
 
+#include "decay.h"
 #include "longprefill/torch.h"
 
 namespace longprefill {
@@ -15,17 +16,20 @@ constexpr int64_t STEP_GRAIN = 4;               // heads that are worth a thread
 
 // One head's inputs in the order of the arithmetic; `of_k` and `of_q` are k and q under the decay.
 struct StepHead {
-    std::vector<float> alpha, of_k, of_q, delta;
+    std::vector<float> change, kept, of_k, of_q, delta;
     float overlap;
 
     StepHead(int64_t num_keys, int64_t num_values)
-        : alpha(num_keys), of_k(num_keys), of_q(num_keys), delta(num_values) {}
+        : change(num_keys), kept(num_keys), of_k(num_keys), of_q(num_keys), delta(num_values) {}
 
     void read(const float* q, const float* k, const float* g) {
         overlap = 0;
-        for_each_vector(static_cast<int64_t>(alpha.size()), [&](int64_t c, int count) {
-            const Vec decay = exp(load_some(g + c, count)), key = load_some(k + c, count), query = load_some(q + c, count);
-            store_some(alpha.data() + c, decay, count);
+        for_each_vector(static_cast<int64_t>(change.size()), [&](int64_t c, int count) {
+            const Vec gate = load_some(g + c, count), decay = exp(gate);
+            const Vec key = load_some(k + c, count), query = load_some(q + c, count);
+            Vec change_here, kept_here;
+            split_decay(gate, decay, change_here, kept_here);
+            store_some(change.data() + c, change_here, count), store_some(kept.data() + c, kept_here, count);
             store_some(of_k.data() + c, decay * key, count);
             store_some(of_q.data() + c, decay * query, count);
             overlap += sum(key * query);
@@ -38,7 +42,7 @@ template <int VECS, typename V>
 LP_INLINE void read_columns(StepHead& head, const float* state, int64_t columns, int64_t first, const V* v, float beta,
                             float scale, V* out) {
     Vec with_k[VECS] = {}, with_q[VECS] = {};
-    for (size_t c = 0; c < head.alpha.size(); ++c)
+    for (size_t c = 0; c < head.change.size(); ++c)
 #pragma GCC unroll 8
         for (int j = 0; j < VECS; ++j) {
             const Vec row = load(state + c * columns + first + j * LANES);
@@ -57,7 +61,7 @@ template <typename V>
 LP_INLINE void read_rest(StepHead& head, const float* state, int64_t columns, int64_t first, int count, const V* v,
                          float beta, float scale, V* out) {
     Vec with_k{}, with_q{};
-    for (size_t c = 0; c < head.alpha.size(); ++c) {
+    for (size_t c = 0; c < head.change.size(); ++c) {
         const Vec row = load_some(state + c * columns + first, count);
         with_k += row * head.of_k[c];
         with_q += row * head.of_q[c];
@@ -67,17 +71,16 @@ LP_INLINE void read_rest(StepHead& head, const float* state, int64_t columns, in
     store_some(out + first, (with_q + change * head.overlap) * scale, count);
 }
 
-// fresh = diag(alpha) state + k delta^T; each row of `ahead` is fetched beside the same row.
+// fresh = diag(exp g) state + k delta^T; each row of `ahead` is fetched beside the same row.
 LP_INLINE void update(const StepHead& head, const float* state, float* fresh, int64_t columns, const float* k,
                       const float* ahead) {
-    for (size_t c = 0; c < head.alpha.size(); ++c) {
+    for (size_t c = 0; c < head.change.size(); ++c) {
         const int64_t row = static_cast<int64_t>(c) * columns;
         if (ahead != nullptr)
             for (int64_t j = 0; j < columns; j += 16) __builtin_prefetch(ahead + row + j, 0, 2);
         for_each_vector(columns, [&](int64_t j, int count) {
-            store_some(fresh + row + j,
-                       load_some(state + row + j, count) * head.alpha[c] + load_some(head.delta.data() + j, count) * k[c],
-                       count);
+            const Vec old = load_some(state + row + j, count), delta = load_some(head.delta.data() + j, count);
+            store_some(fresh + row + j, old * head.kept[c] + (old * head.change[c] + delta * k[c]), count);
         });
     }
 }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "decay.h"
 #include "longprefill/gemm.h"
 
 namespace longprefill {
@@ -70,6 +71,8 @@ struct Tile {
     float* query;      // [C, K] scale q, decayed likewise: Q-tilde
     float* key_end;    // [C, K] k, decayed after its row to the tile's end: K-hat
     float* alpha;      // [C, K] scratch; the first row of a finished block holds the block's decay
+    float* change;     // [K] with `kept` the tile's decay P_C, P_C S = kept S + change S: split_decay
+    float* kept;       // [K]
     float* lower;      // [C, C] L below the diagonal
     float* attention;  // [C, C] B, its diagonal included
     float* beta;       // [C]
@@ -77,15 +80,15 @@ struct Tile {
     int64_t num_rows;  // a multiple of BLOCK
     int64_t num_keys;  // padded K
 
-    static int64_t floats(int64_t padded_keys) { return (4 * C + 1) * padded_keys + 2 * C * C + C; }
+    static int64_t floats(int64_t padded_keys) { return (4 * C + 3) * padded_keys + 2 * C * C + C; }
 
     void place(float* memory, int64_t padded_keys) {
         num_keys = padded_keys;
         beta_k = memory, query = beta_k + C * num_keys, key_end = query + C * num_keys;
         alpha = key_end + C * num_keys, lower = alpha + C * num_keys, attention = lower + C * C;
         beta = attention + C * C, log_decay = beta + C;
+        change = log_decay + num_keys, kept = change + num_keys;
     }
-    const float* decay() const { return alpha; }
 };
 
 // Sums of lanes, LANES of them at a time.
@@ -229,10 +232,12 @@ LP_NOINLINE void make_tile(Tile& tile, const HeadInputs<V>& in, int64_t row, int
             meet<WITH_QUERIES>(tile, p, p + half, end);
             join<WITH_QUERIES>(tile, p, p + half, end);
         }
-    // One rounding of the decay a tile, not sixteen; of slow gates, as a large sum is itself too coarse.
     for (int64_t c = 0; c < tile.num_keys; c += LANES) {
-        const Vec product = load(tile.alpha + c), log_decay = load(tile.log_decay + c);
-        store(tile.alpha + c, log_decay > -1.0f ? exp(log_decay) : product);
+        const Vec log_decay = load(tile.log_decay + c), product = load(tile.alpha + c);
+        Vec change, kept;
+        // One rounding a tile, not sixteen; not of fast gates, whose sum is itself too coarse.
+        split_decay(log_decay, log_decay > -1.0f ? exp(log_decay) : product, change, kept);
+        store(tile.change + c, change), store(tile.kept + c, kept);
     }
 }
 

@@ -155,6 +155,17 @@ LP_INLINE Vec square_root(Vec x) {
 #endif
 }
 
+// e^x - 1 for |x| <= EXPM1_LIMIT, to a relative 1e-7 or so.
+constexpr float EXPM1_LIMIT = 0.3466f;  // ln 2 / 2
+LP_INLINE Vec small_expm1(Vec x) {
+    Vec p = x * (1.0f / 5040) + (1.0f / 720);
+    p = p * x + (1.0f / 120);
+    p = p * x + (1.0f / 24);
+    p = p * x + (1.0f / 6);
+    p = p * x + 0.5f;
+    return (p * x) * x + x;
+}
+
 // e^x to 1 ulp or so; 0 below -87.3 (the result would be denormal) and for -inf, infinity above 88.7, NaN for NaN.
 LP_INLINE Vec exp(Vec x) {
 #if defined(__AVX512F__)
@@ -167,13 +178,7 @@ LP_INLINE Vec exp(Vec x) {
     const Vec whole = shifted - 12582912.0f;
     const Vec r = (x - whole * 0.693145752f) - whole * 1.42860677e-6f;
 #endif
-    Vec p = r * (1.0f / 5040) + (1.0f / 720);
-    p = p * r + (1.0f / 120);
-    p = p * r + (1.0f / 24);
-    p = p * r + (1.0f / 6);
-    p = p * r + 0.5f;
-    p = (p * r) * r + r;
-    p = p + 1.0f;
+    const Vec p = small_expm1(r) + 1.0f;
 #if defined(__AVX512F__)
     const __mmask16 inside = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.33654f), _CMP_NLT_UQ);
     return (Vec)_mm512_maskz_scalef_ps(inside, (__m512)p, (__m512)whole);
