@@ -51,6 +51,73 @@ LP_INLINE int32_t largest_lane(IntVec x) {
 #endif
 }
 
+#if defined(__AVX2__)
+typedef int16_t Shorts __attribute__((vector_size(LANES * 4)));  // the bits of 2 LANES numbers in bf16
+typedef int16_t UnalignedShorts __attribute__((vector_size(LANES * 4), aligned(2), may_alias));
+typedef int16_t EightShorts __attribute__((vector_size(16)));
+constexpr int SHORTS = 2 * LANES;
+
+LP_INLINE Shorts magnitudes(const c10::BFloat16* from) {
+    return *reinterpret_cast<const UnalignedShorts*>(from) & int16_t{0x7fff};
+}
+LP_INLINE EightShorts larger(EightShorts a, EightShorts b) { return a > b ? a : b; }
+
+// The largest of the magnitudes of `size` numbers, a multiple of SHORTS, as the bits of bf16: NaN is above infinity.
+LP_INLINE int32_t largest_magnitude(const c10::BFloat16* from, int64_t size) {
+    Shorts most = magnitudes(from);
+    for (int64_t i = SHORTS; i < size; i += SHORTS) {
+        const Shorts some = magnitudes(from + i);
+        most = some > most ? some : most;
+    }
+    EightShorts parts[SHORTS / 8];
+    std::memcpy(parts, &most, sizeof(parts));
+#pragma GCC unroll 2
+    for (int width = SHORTS / 16; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) parts[i] = larger(parts[i], parts[i + width]);
+    EightShorts x = parts[0];
+    x = larger(x, __builtin_shuffle(x, EightShorts{4, 5, 6, 7, 0, 1, 2, 3}));
+    x = larger(x, __builtin_shuffle(x, EightShorts{2, 3, 0, 1, 6, 7, 4, 5}));
+    return std::max<int32_t>(x[0], x[1]);
+}
+
+LP_INLINE bool any_lane(Shorts is) {
+#if defined(__AVX512BW__)
+    return _mm512_test_epi16_mask((__m512i)is, (__m512i)is) != 0;
+#else
+    return _mm256_movemask_epi8((__m256i)is) != 0;
+#endif
+}
+
+// A whole group of bf16 with the exponent of its scale, in lanes of 16 bits: a power of two leaves seven bits of mantissa,
+// so the code's rounding is the only one. False and nothing of use in `out` where a code would be subnormal.
+template <bool CAP>
+LP_INLINE bool store_codes_of_words(const c10::BFloat16* from, int32_t exponent, uint8_t* out) {
+    if (exponent < 10) return false;  // or zeros and denormals would pass for larger numbers
+    const int16_t bias = static_cast<int16_t>((exponent - 7) << 7);
+    Shorts codes[MX_GROUP / SHORTS], is_subnormal{};
+#pragma GCC unroll 2
+    for (int n = 0; n < MX_GROUP / SHORTS; ++n) {
+        const Shorts x = *reinterpret_cast<const UnalignedShorts*>(from + n * SHORTS);
+        const Shorts scaled = (x & int16_t{0x7fff}) - bias;  // 128 to 255: the least normal binade
+        Shorts code = (scaled + ((scaled >> 4) & int16_t{1}) + int16_t{7}) >> 4;
+        if (CAP) code = code > int16_t{0x7e} ? Shorts{} + int16_t{0x7e} : code;
+        const Shorts is_below = scaled < int16_t{128};
+        is_subnormal |= is_below & (scaled > int16_t{-384});  // up to half of the least subnormal they are 0
+        codes[n] = (code & ~is_below) | ((x >> 8) & int16_t{0x80});
+    }
+    if (__builtin_expect(any_lane(is_subnormal), false)) return false;
+#if defined(__AVX512BW__)
+    typedef uint8_t Bytes __attribute__((vector_size(SHORTS)));
+    const Bytes bytes = __builtin_convertvector(codes[0], Bytes);
+    std::memcpy(out, &bytes, sizeof(bytes));
+#else
+    const __m256i both = _mm256_packus_epi16((__m256i)codes[0], (__m256i)codes[1]);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permute4x64_epi64(both, 0xd8));
+#endif
+    return true;
+}
+#endif
+
 // Up to SIZE numbers that share a scale, in registers where there are enough.
 template <int SIZE>
 struct Group {
@@ -66,8 +133,13 @@ struct Group {
     LP_INLINE static int present(int n, int64_t size) {
         return static_cast<int>(std::min<int64_t>(LANES, std::max<int64_t>(0, size - n * LANES)));
     }
-    // Bits of the largest magnitude: NaN is above infinity.
-    LP_INLINE int32_t largest_bits() const {
+    // Bits of the largest magnitude of the same numbers: NaN is above infinity.
+    template <typename T>
+    LP_INLINE int32_t largest_bits([[maybe_unused]] const T* from, [[maybe_unused]] int64_t size) const {
+#if defined(__AVX2__)
+        if constexpr (std::is_same_v<T, c10::BFloat16>)
+            if (size == SIZE) return largest_magnitude(from, SIZE) << 16;
+#endif
         IntVec most{};
 #pragma GCC unroll 8
         for (int n = 0; n < VECTORS; ++n) {
@@ -104,12 +176,16 @@ struct Group {
 template <bool UP, typename T>
 LP_INLINE uint8_t encode_mxfp8_group(const T* x, int64_t size, uint8_t* out) {
     const Group<MX_GROUP> group(x, size);
-    const int32_t amax = group.largest_bits();
+    const int32_t amax = group.largest_bits(x, size);
     if (__builtin_expect(amax >= INFINITE, false)) {
         std::fill_n(out, size, NAN_CODE);
         return 0xff;
     }
     const int32_t exponent = std::max(0, (amax >> 23) - 8 + (UP && (amax & 0x7fffff) > 0x600000));
+#if defined(__AVX2__)
+    if constexpr (std::is_same_v<T, c10::BFloat16>)
+        if (size == MX_GROUP && store_codes_of_words<!UP>(x, exponent, out)) return static_cast<uint8_t>(exponent);
+#endif
     const Vec reciprocal = splat(float_of(static_cast<uint32_t>(254 - exponent) << 23));
     group.template store_as_codes<!UP>(out, size, [&](Vec number) { return number * reciprocal; });
     return static_cast<uint8_t>(exponent);
@@ -145,33 +221,37 @@ struct Quotient {
     }
 };
 
+// NaN where a number of the tile is not finite.
 template <typename T>
-LP_INLINE float encode_tile(const T* x, int64_t size, uint8_t* out) {
-    const Group<LATENT_TILE> tile(x, size);
-    const int32_t amax = tile.largest_bits();
-    if (__builtin_expect(amax >= INFINITE, false)) {
-        std::fill_n(out, size, NAN_CODE);
-        return float_of(0x7fc00000u);
-    }
-    const float scale = std::max(float_of(static_cast<uint32_t>(amax)) / E4M3_MAX, 0x1p-126f);
-    tile.template store_as_codes<false>(out, size, Quotient(scale));
-    return scale;
+LP_INLINE float scale_of_tile(const T* x, int64_t size) {
+    const int32_t amax = Group<LATENT_TILE>(x, size).largest_bits(x, size);
+    if (__builtin_expect(amax >= INFINITE, false)) return float_of(0x7fc00000u);
+    return std::max(float_of(static_cast<uint32_t>(amax)) / E4M3_MAX, 0x1p-126f);
+}
+
+template <typename T>
+LP_INLINE void encode_tile(const T* x, int64_t size, float scale, uint8_t* out) {
+    if (__builtin_expect(scale != scale, false)) std::fill_n(out, size, NAN_CODE);
+    else Group<LATENT_TILE>(x, size).template store_as_codes<false>(out, size, Quotient(scale));
 }
 
 template <typename T>
 void encode_fp8_row(const T* x, int64_t rank, int64_t rope, uint8_t* out) {
     const int64_t whole = rank / LATENT_TILE, rest = rank - whole * LATENT_TILE;
     uint8_t* scales = out + rank;
-    for (int64_t tile = 0; tile < whole; ++tile, scales += 4) {
-        const float scale = encode_tile(x + tile * LATENT_TILE, LATENT_TILE, out + tile * LATENT_TILE);
-        std::memcpy(scales, &scale, 4);
-    }
-    if (rest) {
-        const float scale = encode_tile(x + whole * LATENT_TILE, rest, out + whole * LATENT_TILE);
-        std::memcpy(scales, &scale, 4);
-        scales += 4;
-    }
-    auto* tail = reinterpret_cast<c10::BFloat16*>(scales);
+    const auto store_scale = [&](int64_t tile, float scale) { std::memcpy(scales + 4 * tile, &scale, 4); };
+    const auto stored_scale = [&](int64_t tile) {
+        float scale;
+        std::memcpy(&scale, scales + 4 * tile, 4);
+        return scale;
+    };
+    // All scales first: a tile's maximum and its two divisions take longer than there is work of one tile to hide them.
+    for (int64_t tile = 0; tile < whole; ++tile) store_scale(tile, scale_of_tile(x + tile * LATENT_TILE, LATENT_TILE));
+    if (rest) store_scale(whole, scale_of_tile(x + whole * LATENT_TILE, rest));
+    for (int64_t tile = 0; tile < whole; ++tile)
+        encode_tile(x + tile * LATENT_TILE, LATENT_TILE, stored_scale(tile), out + tile * LATENT_TILE);
+    if (rest) encode_tile(x + whole * LATENT_TILE, rest, stored_scale(whole), out + whole * LATENT_TILE);
+    auto* tail = reinterpret_cast<c10::BFloat16*>(scales + 4 * (whole + (rest > 0)));
     for_each_vector(rope, [&](int64_t i, int count) { store_some(tail + i, load_some(x + rank + i, count), count); });
 }
 
