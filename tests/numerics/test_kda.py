@@ -20,8 +20,7 @@ from longprefill.kernels.contracts import Summary
 from longprefill.kernels.kda import plain, reference
 from longprefill.kernels.kda.algebra import compose, fold
 
-from . import compiled
-from .compiled import OnIsa, compiled_backends
+from .compiled import compiled_backends
 from .kda_cases import REGIMES, Case, make_case
 from .tolerances import assert_close
 
