@@ -100,13 +100,18 @@ def dsa_flops(layout: Layout, mla: MlaShape, hidden: int) -> int:
     return total
 
 
-def comparison(rates: Mapping[str, float], tokens_per_s: float, gemm_gflops: float) -> dict[str, Any]:
-    """Ours, scaled to the product rate that the published figures were measured at, beside them."""
-    scaled = tokens_per_s * PUBLISHED_GEMM_GFLOPS / gemm_gflops
+def comparison(rates: Mapping[str, float], tokens_per_s: float, bf16_gflops: float | None) -> dict[str, Any]:
+    """Ours beside the published figures: as measured, and scaled to the product rate that those were measured at.
+
+    `bf16_gflops` None, on a processor without bf16 products: nothing to scale by. Its fp32 rate is a twentieth or so of
+    the published one, and what is not a bf16 product there would not be twenty times as fast.
+    """
+    scaled = None if bf16_gflops is None else tokens_per_s * PUBLISHED_GEMM_GFLOPS / bf16_gflops
     return {
         "gemm_gflops": PUBLISHED_GEMM_GFLOPS,
         "threads": 2,
         "scaled_tokens_per_s": scaled,
         "tokens_per_s": dict(rates),
-        "times": {engine: scaled / rate for engine, rate in rates.items()},
+        "times": {engine: tokens_per_s / rate for engine, rate in rates.items()},
+        "scaled_times": {engine: None if scaled is None else scaled / rate for engine, rate in rates.items()},
     }

@@ -39,8 +39,7 @@ def attn_res(seed: int) -> Iterator[Case]:
         run=lambda: run(cpu),
         check=check,
         flops=T * D * (B * (2 + 4 * Q) + Q * 7),
-        # Phase 1 reads the blocks and writes fp32 sums; phase 2 reads these and the partial and writes its result.
-        bytes=T * D * (2 * B + 4 * Q + Q * (4 + 2 + 2)),
+        bytes=T * D * 2 * (B + Q + Q),  # the blocks; each query's partial, another one in a layer, and its result
         bound="memory",
         peers={"plain": lambda: run(plain)},
     )

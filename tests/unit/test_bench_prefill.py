@@ -123,6 +123,14 @@ def test_published_figures_belong_to_the_peer_sizes_only(prefill: ModuleType, tm
 
 
 def test_ours_is_scaled_by_the_product_rate_of_the_run(prefill: ModuleType) -> None:
-    found = prefill.comparison({"llama.cpp": 359.0}, tokens_per_s=1000.0, gemm_gflops=2249.0 / 4)
+    found = prefill.comparison({"llama.cpp": 359.0}, tokens_per_s=1000.0, bf16_gflops=2249.0 / 4)
     assert found["scaled_tokens_per_s"] == pytest.approx(4000.0)
-    assert found["times"]["llama.cpp"] == pytest.approx(4000.0 / 359.0)
+    assert found["scaled_times"]["llama.cpp"] == pytest.approx(4000.0 / 359.0)
+    assert found["times"]["llama.cpp"] == pytest.approx(1000.0 / 359.0)
+
+
+def test_nothing_is_scaled_where_there_is_no_bf16_product(prefill: ModuleType) -> None:
+    found = prefill.comparison({"llama.cpp": 359.0}, tokens_per_s=1000.0, bf16_gflops=None)
+    assert found["scaled_tokens_per_s"] is None
+    assert found["scaled_times"] == {"llama.cpp": None}
+    assert found["times"]["llama.cpp"] == pytest.approx(1000.0 / 359.0)
