@@ -35,6 +35,13 @@ class PagedRows:
     num_rows: int
     format: RowFormat
 
+    def __post_init__(self) -> None:
+        if self.pages_NPB.ndim != 3 or self.pages_NPB.shape[2] != self.format.row_bytes:
+            raise ValueError(
+                f"pages of shape {list(self.pages_NPB.shape)} for {self.format.name} rows of {self.format.width} "
+                f"numbers: must be [pages, rows a page, {self.format.row_bytes}]"
+            )
+
     @property
     def page_rows(self) -> int:
         return self.pages_NPB.shape[1]
@@ -48,6 +55,11 @@ class PagedRows:
         physical = self.table[first:last]
         if not physical:
             return self.pages_NPB.new_empty(0, self.format.row_bytes)
+        if min(physical) < 0 or max(physical) >= len(self.pages_NPB):
+            raise IndexError(
+                f"page table holds {min(physical)} to {max(physical)}: "
+                f"the pool has pages 0 to {len(self.pages_NPB) - 1}"
+            )
         if physical == tuple(range(physical[0], physical[0] + len(physical))):
             pages = self.pages_NPB[physical[0] : physical[0] + len(physical)]
         else:

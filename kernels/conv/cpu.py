@@ -21,7 +21,7 @@ def causal_conv_silu(
     """y_t = silu(sum_j w_j x_{t - W + 1 + j}) within each segment, [T, C] in x's dtype, computed in fp32.
 
     Raises:
-        ValueError: `offsets` do not cover the T rows.
+        ValueError: `offsets` do not cover the T rows, or shapes that do not fit each other.
     """
     if x_TC.dtype not in COMPILED_DTYPES:
         return plain.causal_conv_silu(x_TC, weight_CW, offsets=offsets, history_NWC=history_NWC)

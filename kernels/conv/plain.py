@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from longprefill.kernels.segments import segment_bounds
+from longprefill.kernels.shapes import check_shape
 
 BLOCK_ELEMENTS = 1 << 18
 """Elements a block of rows: about 1 MiB in fp32."""
@@ -23,15 +24,18 @@ def causal_conv_silu(
     Computed in fp32 (fp64 for fp64 x).
 
     Raises:
-        ValueError: `offsets` do not cover the T rows.
+        ValueError: `offsets` do not cover the T rows, or shapes that do not fit each other.
     """
+    bounds = segment_bounds(offsets, x_TC.shape[0])
+    num_channels, width = x_TC.shape[1], weight_CW.shape[1]
+    check_shape(weight_CW, "weight", num_channels, width)
+    check_shape(history_NWC, "history", len(bounds), width - 1, num_channels)
     dtype = torch.float64 if x_TC.dtype == torch.float64 else torch.float32
-    num_channels, width = weight_CW.shape
     taps_WC = weight_CW.to(dtype).t().contiguous()
     block = max(width, BLOCK_ELEMENTS // max(1, num_channels))  # a second block never reaches back into the history
     out_TC = torch.empty_like(x_TC)
     scratch_LC = torch.empty(block, num_channels, dtype=dtype, device=x_TC.device)
-    for segment, (start, end) in enumerate(segment_bounds(offsets, x_TC.shape[0])):
+    for segment, (start, end) in enumerate(bounds):
         for first in range(start, end, block):
             last = min(first + block, end)
             if first == start:

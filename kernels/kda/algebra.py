@@ -10,11 +10,37 @@ from collections.abc import Sequence
 import torch
 
 from longprefill.kernels.contracts import Summary
+from longprefill.kernels.shapes import check_shape
 
 
 def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
     """fp64 if any input is fp64, else fp32: bf16 and fp16 inputs are computed in fp32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def check_inputs(
+    q_THK: torch.Tensor, k_THK: torch.Tensor, v_TGV: torch.Tensor, g_TGK: torch.Tensor, beta_TG: torch.Tensor
+) -> None:
+    """ValueError unless the inputs of the recurrence fit each other, and value heads are a multiple of q/k heads."""
+    num_tokens, value_heads, _ = v_TGV.shape
+    _, num_heads, num_keys = k_THK.shape
+    check_shape(k_THK, "k", num_tokens, num_heads, num_keys)
+    check_shape(q_THK, "q", num_tokens, num_heads, num_keys)
+    check_shape(g_TGK, "g", num_tokens, value_heads, num_keys)
+    check_shape(beta_TG, "beta", num_tokens, value_heads)
+    if value_heads % num_heads:
+        raise ValueError(f"{value_heads} value heads, {num_heads} q/k heads: value heads must be a multiple")
+
+
+def check_gate(x_TGK: torch.Tensor, a_log_G: torch.Tensor, dt_bias_GK: torch.Tensor) -> None:
+    """ValueError unless every head has its own slope and biases."""
+    check_shape(a_log_G, "a_log", *x_TGK.shape[1:2])
+    check_shape(dt_bias_GK, "dt_bias", *x_TGK.shape[1:])
+
+
+def decay_slope(a_log_G: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """exp(A_log) of the gates, finite: an infinite one times 0 would be NaN."""
+    return a_log_G.to(dtype).exp().clamp_(max=torch.finfo(dtype).max)
 
 
 SLOW_LOG_DECAY = -0.35

@@ -19,7 +19,7 @@ from longprefill.kernels.native.library import COMPILED_DTYPES, ops
 from longprefill.kernels.segments import segment_bounds
 
 from . import plain
-from .algebra import compute_dtype, keep_states
+from .algebra import compute_dtype, decay_slope, keep_states
 from .tiles import check_interior
 
 L2_EPS = 1e-6
@@ -52,7 +52,9 @@ def gate(
     """
     if x_TGK.dtype not in COMPILED_DTYPES:
         return plain.gate(x_TGK, a_log_G, dt_bias_GK, lower_bound)
-    return ops().kda_gate(_rows(x_TGK), a_log_G.float().exp(), dt_bias_GK.float().contiguous(), lower_bound)
+    return ops().kda_gate(
+        _rows(x_TGK), decay_slope(a_log_G, torch.float32), dt_bias_GK.float().contiguous(), lower_bound
+    )
 
 
 def l2_normalize(x_THK: torch.Tensor) -> torch.Tensor:
@@ -83,8 +85,8 @@ def make_inputs(
         raw_TC, decay_TGK, beta_TG = raw_TC.float(), decay_TGK.float(), beta_TG.float()
     q_THK, k_THK, v_TGV, g_TGK, new_beta_TG = ops().kda_inputs(
         _rows(raw_TC), weight_CW.float().t().contiguous(), _rows(decay_TGK), _rows(beta_TG), list(offsets),
-        _compiled(history_NWC).contiguous(), num_heads, a_log_G.float().exp(), dt_bias_GK.float().contiguous(),
-        lower_bound, largest_beta, L2_EPS,
+        _compiled(history_NWC).contiguous(), num_heads, decay_slope(a_log_G, torch.float32),
+        dt_bias_GK.float().contiguous(), lower_bound, largest_beta, L2_EPS,
     )  # fmt: skip
     return KdaInputs(q_THK, k_THK, v_TGV.to(out_dtype), g_TGK, new_beta_TG)
 

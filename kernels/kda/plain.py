@@ -16,8 +16,9 @@ import torch
 
 from longprefill.kernels.contracts import KdaInputs, KdaScan, KdaStep, Summary
 from longprefill.kernels.conv import plain as conv
+from longprefill.kernels.shapes import check_shape
 
-from .algebra import compute_dtype, keep_states, split_decay
+from .algebra import check_gate, check_inputs, compute_dtype, decay_slope, keep_states, split_decay
 from .tiles import TILE_TOKENS as C
 from .tiles import TileTable, check_interior, tile_table
 
@@ -62,8 +63,9 @@ def gate(
     `lower_bound` None is Kimi-Linear's softplus gate, a number in [-5, 0) the bounded gate: two models, not two
     approximations of one.
     """
+    check_gate(x_TGK, a_log_G, dt_bias_GK)
     dtype = compute_dtype(x_TGK)
-    bias_GK, slope_G1 = dt_bias_GK.to(dtype), a_log_G.to(dtype).exp().unsqueeze(-1)
+    bias_GK, slope_G1 = dt_bias_GK.to(dtype), decay_slope(a_log_G, dtype).unsqueeze(-1)
     out_TGK = torch.empty(x_TGK.shape, dtype=dtype, device=x_TGK.device)
     for rows in _row_blocks(x_TGK):
         block = torch.add(x_TGK[rows], bias_GK, out=out_TGK[rows])
@@ -91,6 +93,8 @@ def make_inputs(
 ) -> KdaInputs:  # fmt: skip
     """conv + SiLU, l2 norm, gate and sigmoid one after the other. Shapes as in `KdaKernels.make_inputs`."""
     _, value_heads, num_keys = decay_TGK.shape
+    check_shape(decay_TGK, "decay", len(raw_TC), value_heads, num_keys)
+    check_shape(beta_TG, "beta", len(raw_TC), value_heads)
     dtype = compute_dtype(raw_TC)
     mixed_TC = conv.causal_conv_silu(raw_TC.to(dtype), weight_CW, offsets=offsets, history_NWC=history_NWC)
     q_TC, k_TC, v_TC = mixed_TC.tensor_split((num_heads * num_keys, 2 * num_heads * num_keys), dim=1)
@@ -110,12 +114,12 @@ def prepare(
     """All tiles of all segments and heads, a group of tiles at a time. Shapes as in `KdaKernels.prepare`.
 
     Raises:
-        ValueError: `offsets` do not cover the T rows, or value heads are no multiple of q/k heads.
+        ValueError: `offsets` do not cover the T rows, value heads are no multiple of q/k heads, or shapes that do not
+            fit each other.
     """
+    check_inputs(q_THK, k_THK, v_TGV, g_TGK, beta_TG)
     num_tokens, num_heads, num_values = v_TGV.shape
     num_keys = k_THK.shape[-1]
-    if num_heads % k_THK.shape[1]:
-        raise ValueError(f"{num_heads} value heads, {k_THK.shape[1]} q/k heads: value heads must be a multiple")
     tiles = tile_table(offsets, num_tokens)
     dtype, num = compute_dtype(q_THK, k_THK, v_TGV, g_TGK, beta_TG), len(tiles.starts) * num_heads
     new = torch.empty(0, dtype=dtype, device=v_TGV.device)
@@ -152,6 +156,7 @@ def summarize(prepared: PreparedTiles, segment: int, *, initial_state_GKV: torch
     if initial_state_GKV is None:
         state_GKJ[:, :, num_values:].diagonal(dim1=1, dim2=2).fill_(1)
     else:
+        check_shape(initial_state_GKV, "initial", *state_GKJ.shape)
         state_GKJ.copy_(initial_state_GKV)
     delta_GCJ = prepared.k_YCK.new_empty(heads, C, width)
     for index, tile in enumerate(prepared.tiles.tile_ids[segment], start=1):
@@ -181,6 +186,7 @@ def scan(
     interior_BGKV = prepared.k_YCK.new_empty(len(interior), heads, num_keys, num_values)
     sorted_NGKV = prepared.k_YCK.new_zeros(num_segments, heads, num_keys, num_values)
     if initial_state_NGKV is not None:
+        check_shape(initial_state_NGKV, "initial", *sorted_NGKV.shape)
         for place, segment in enumerate(tiles.order):
             sorted_NGKV[place] = initial_state_NGKV[segment]
     out_TGV = torch.empty(
@@ -218,6 +224,9 @@ def step(
     states_GKV: Sequence[torch.Tensor], *, scale: float, in_place: bool = False,
 ) -> KdaStep:  # fmt: skip
     """One token of each request, request by request: a state is in cache when it is updated."""
+    check_inputs(q_NHK, k_NHK, v_NGV, g_NGK, beta_NG)
+    if len(states_GKV) != len(v_NGV):
+        raise ValueError(f"{len(states_GKV)} of the states for {len(v_NGV)} requests: must be one a request")
     dtype = compute_dtype(q_NHK, k_NHK, v_NGV, g_NGK, beta_NG, *states_GKV)
     repeat = v_NGV.shape[1] // k_NHK.shape[1]
     k_q_NG2K = torch.stack([k_NHK, q_NHK], dim=2).to(dtype).repeat_interleave(repeat, 1)

@@ -14,8 +14,9 @@ import torch
 from longprefill.kernels.contracts import KdaInputs, KdaScan, KdaStep, Summary
 from longprefill.kernels.conv import reference as conv
 from longprefill.kernels.segments import segment_bounds
+from longprefill.kernels.shapes import check_shape
 
-from .algebra import compute_dtype, keep_states
+from .algebra import check_gate, check_inputs, compute_dtype, decay_slope, keep_states
 from .tiles import check_interior
 
 L2_EPS = 1e-6
@@ -43,9 +44,10 @@ def gate(
     `lower_bound` None is Kimi-Linear's softplus gate, a number in [-5, 0) the bounded gate: two models, not two
     approximations of one.
     """
+    check_gate(x_TGK, a_log_G, dt_bias_GK)
     dtype = compute_dtype(x_TGK)
     shifted_TGK = x_TGK.to(dtype) + dt_bias_GK.to(dtype)
-    slope_G1 = a_log_G.to(dtype).exp().unsqueeze(-1)
+    slope_G1 = decay_slope(a_log_G, dtype).unsqueeze(-1)
     if lower_bound is None:
         return -slope_G1 * torch.nn.functional.softplus(shifted_TGK)
     return lower_bound * torch.sigmoid(slope_G1 * shifted_TGK)
@@ -64,6 +66,8 @@ def make_inputs(
 ) -> KdaInputs:  # fmt: skip
     """conv + SiLU, l2 norm, gate and sigmoid one after the other. Shapes as in `KdaKernels.make_inputs`."""
     _, value_heads, num_keys = decay_TGK.shape
+    check_shape(decay_TGK, "decay", len(raw_TC), value_heads, num_keys)
+    check_shape(beta_TG, "beta", len(raw_TC), value_heads)
     dtype = compute_dtype(raw_TC)
     mixed_TC = conv.causal_conv_silu(raw_TC.to(dtype), weight_CW, offsets=offsets, history_NWC=history_NWC)
     q_TC, k_TC, v_TC = mixed_TC.tensor_split((num_heads * num_keys, 2 * num_heads * num_keys), dim=1)
@@ -83,8 +87,10 @@ def prepare(
     """Casts and repeats heads. Shapes as in `KdaKernels.prepare`.
 
     Raises:
-        ValueError: `offsets` do not cover the T rows.
+        ValueError: `offsets` do not cover the T rows, value heads are no multiple of q/k heads, or shapes that do not
+            fit each other.
     """
+    check_inputs(q_THK, k_THK, v_TGV, g_TGK, beta_TG)
     dtype = compute_dtype(q_THK, k_THK, v_TGV, g_TGK, beta_TG)
     repeat = v_TGV.shape[1] // q_THK.shape[1]
     return PreparedTokens(
@@ -105,6 +111,7 @@ def summarize(prepared: PreparedTokens, segment: int, *, initial_state_GKV: torc
     v_TGV = prepared.v_TGV
     num_values = v_TGV.shape[-1]
     if initial_state_GKV is not None:
+        check_shape(initial_state_GKV, "initial", *prepared.k_TGK.shape[1:], num_values)
         return Summary(_run(prepared, start, end, v_TGV, initial_state_GKV.to(v_TGV.dtype))[1], None)
     k_TGK = prepared.k_TGK
     state_GKJ = v_TGV.new_zeros(*k_TGK.shape[1:], num_values + k_TGK.shape[2])
@@ -124,6 +131,8 @@ def scan(
     check_interior(interior, prepared.bounds)
     v_TGV, num_segments = prepared.v_TGV, len(prepared.bounds)
     shape = (num_segments, *prepared.k_TGK.shape[1:], v_TGV.shape[-1])
+    if initial_state_NGKV is not None:
+        check_shape(initial_state_NGKV, "initial", *shape)
     state_NGKV = v_TGV.new_zeros(shape) if initial_state_NGKV is None else initial_state_NGKV.to(v_TGV.dtype)
     outs, states = [v_TGV.new_zeros(0, *v_TGV.shape[1:])], []
     for (start, end), state_GKV in zip(prepared.bounds, state_NGKV, strict=True):

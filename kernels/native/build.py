@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 KERNELS = Path(__file__).resolve().parent.parent
 INCLUDE = Path(__file__).resolve().parent / "include"
 CACHE_VARIABLE = "LONGPREFILL_CACHE"
+ROOT = 0
 
 BASE_FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
@@ -68,28 +69,37 @@ def build(isa: str | None = None) -> Path:
     Safe in any number of processes at once: one builds, the others wait for its lock and take the result.
 
     Raises:
-        BuildError: no compiler and no library of these sources in the cache, no torch headers, or a failed compilation.
+        BuildError: no compiler and no library of these sources in a cache, no torch headers, no cache that can be
+            written, or a failed compilation.
         IsaError: LONGPREFILL_ISA is wrong.
     """
     isa = chosen_isa() if isa is None else isa
-    torch, folder = _find_torch(), cache_folder()
+    torch = _find_torch()
     prefix = f"longprefill-{isa}-{_source_digest(torch, isa)}"
     command = compiler_command()
-    if command is None:
-        ready = sorted(folder.glob(f"{prefix}-*.so"))
-        if ready:  # built on a machine with a compiler, an image for example
-            return ready[0]
-        raise BuildError(f"no C++ compiler ({os.environ.get('CXX', 'g++')} is not on the path): install g++ or set CXX")
+    if command is None:  # one that was built on a machine with a compiler, an image for example, will do
+        ready = _ready_library(f"{prefix}-*.so")
+        if ready is None:
+            said = os.environ.get("CXX", "g++")
+            raise BuildError(f"no C++ compiler ({said} is not on the path): install g++ or set CXX")
+        return ready
     compiler = _compiler_version(command)
-    library = folder / f"{prefix}-{_digest([compiler.encode(), *(part.encode() for part in command)])}.so"
-    if library.exists():
-        return library
-    with _locked(folder / f"{library.stem}.lock"):
-        if not library.exists():
-            started = time.monotonic()
-            logger.info("building the %s kernels with %s (once; about a minute)", isa, compiler)
-            _compile_and_link(library, isa, torch, command, compiler)
-            logger.info("built %s in %.0f s", library, time.monotonic() - started)
+    name = f"{prefix}-{_digest([compiler.encode(), *(part.encode() for part in command)])}"
+    ready = _ready_library(f"{name}.so")
+    if ready is not None:
+        return ready
+    library = cache_folder() / f"{name}.so"
+    try:
+        with _locked(library.with_suffix(".lock")):
+            if not library.exists():
+                started = time.monotonic()
+                logger.info("building the %s kernels with %s (once; about a minute)", isa, compiler)
+                _compile_and_link(library, isa, torch, command, compiler)
+                logger.info("built %s in %.0f s", library, time.monotonic() - started)
+    except OSError as error:
+        raise BuildError(
+            f"building in {library.parent}: {error}: make room for it there, or set {CACHE_VARIABLE} to another folder"
+        ) from error
     return library
 
 
@@ -112,20 +122,57 @@ def headers() -> list[Path]:
 
 
 def cache_folder() -> Path:
-    """Where libraries lie: LONGPREFILL_CACHE, else the user's cache folder, else a private temporary one."""
-    named = os.environ.get(CACHE_VARIABLE)
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/nonexistent") / ".cache")
-    private = Path(tempfile.gettempdir()) / f"longprefill-{os.getuid()}"
-    for folder in [Path(named)] if named else [base / "longprefill", private]:
+    """Where libraries are built: LONGPREFILL_CACHE, else the user's cache folder, else a private temporary one.
+
+    Raises:
+        BuildError: none of them is the user's own; the message says why.
+    """
+    refusals, mode = [], 0o755 if os.environ.get(CACHE_VARIABLE) else 0o700
+    for folder in _cache_candidates():
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError:
-            continue
-        # A library is code: never load one from a folder that somebody else made.
-        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
+            folder.mkdir(parents=True, exist_ok=True, mode=mode)
+            refusal = _distrust(folder, (os.getuid(),))
+        except OSError as error:
+            refusal = error.strerror or str(error)
+        if refusal is None and not os.access(folder, os.W_OK):
+            refusal = "not writable"
+        if refusal is None:
             return folder.resolve()
-    tried = named or f"{base / 'longprefill'}, {private}"
-    raise BuildError(f"no folder for compiled kernels ({tried}): set {CACHE_VARIABLE} to one that you can write")
+        refusals.append(f"{folder}: {refusal}")
+    raise BuildError(
+        f"no folder for compiled kernels ({'; '.join(refusals)}): set {CACHE_VARIABLE} to one that you alone can write"
+    )
+
+
+def _cache_candidates() -> list[Path]:
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return [Path(named)]
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/nonexistent") / ".cache")
+    return [base / "longprefill", Path(tempfile.gettempdir()) / f"longprefill-{os.getuid()}"]
+
+
+def _distrust(folder: Path, owners: Sequence[int]) -> str | None:
+    """Why not to load code from a folder: others than its owners can put some there. None: nothing against it."""
+    status = folder.stat()
+    if status.st_uid not in owners:
+        return f"owned by user {status.st_uid}"
+    if status.st_mode & 0o022:
+        return f"others can write to it (mode {status.st_mode & 0o777:o}): run chmod go-w on it"
+    return None
+
+
+def _ready_library(pattern: str) -> Path | None:
+    """A library in a cache of the user's or of root's, which an image may hold; the latter need not be writable."""
+    for folder in _cache_candidates():
+        try:
+            if _distrust(folder, (os.getuid(), ROOT)) is None:
+                found = sorted(folder.resolve().glob(pattern))
+                if found:
+                    return found[0]
+        except OSError:  # not there, or not ours to look into
+            continue
+    return None
 
 
 def _find_torch() -> Torch:
@@ -232,7 +279,7 @@ def _replacing(target: Path) -> Iterator[Path]:
     os.close(descriptor)
     try:
         yield Path(name)
-        os.chmod(name, 0o700)
+        os.chmod(name, 0o755)
         os.replace(name, target)
     finally:
         Path(name).unlink(missing_ok=True)

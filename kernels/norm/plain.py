@@ -9,12 +9,15 @@ from collections.abc import Iterator
 
 import torch
 
+from longprefill.kernels.shapes import check_shape
+
 BLOCK_ELEMENTS = 1 << 18
 """Elements a block of rows: about 1 MiB in fp32."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) in fp32, cast to x's dtype, then times weight in that dtype (Hugging Face's order)."""
+    check_shape(weight, "weight", x.shape[-1])
     out, scale = torch.empty(x.shape, dtype=x.dtype, device=x.device), weight.to(x.dtype)
     for rows in _row_blocks(x):
         wide, block = x[rows].to(_compute_dtype(x)), out[rows]
@@ -38,6 +41,8 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 
 def gated_rms_norm(x_TGV: torch.Tensor, gate_TGV: torch.Tensor, weight_V: torch.Tensor, eps: float) -> torch.Tensor:
     """KDA's output norm: x / rms(x) * weight * sigmoid(gate) over V, in fp32 with one cast to x's dtype at the end."""
+    check_shape(gate_TGV, "gate", *x_TGV.shape)
+    check_shape(weight_V, "weight", x_TGV.shape[-1])
     dtype = _compute_dtype(x_TGV)
     out_TGV, weight_V = torch.empty(x_TGV.shape, dtype=x_TGV.dtype, device=x_TGV.device), weight_V.to(dtype)
     for rows in _row_blocks(x_TGV):

@@ -40,7 +40,8 @@ def encode_mxfp8(rows_TW: torch.Tensor, *, rounds_up: bool) -> torch.Tensor:
 
 
 def encode_fp8(rows_TW: torch.Tensor, *, latent_rank: int) -> torch.Tensor:
-    """uint8 [T, R + 4 tiles + 2 rope] of fp32 or bf16 rows: bit for bit `Fp8LatentRows.encode`."""
+    """uint8 [T, R + 4 tiles + 2 rope] of fp32 or bf16 rows: bit for bit `Fp8LatentRows.encode`, but for
+    the bits of a NaN in the rope part."""
     return ops().quant_encode_fp8(_rows_contiguous(rows_TW), latent_rank)
 
 

@@ -1,6 +1,7 @@
 """Row formats of the caches: how a vector of numbers lies in bytes, and which numbers come back.
 
-The compiled codecs (cpu.py) and the torch operators here give the same bits; the faster one that serves is taken.
+The compiled codecs (cpu.py) and the torch operators here give the same bits, but for sign and payload of a NaN in the
+bf16 part of a latent row; the faster one that serves is taken.
 
 Legend: T rows, W numbers a row, B bytes a row, N tiles or groups of a row, S numbers of a tile or group, R latent rank.
 """
@@ -227,6 +228,8 @@ def _check_bytes(row_format: RowFormat, bytes_TB: torch.Tensor) -> None:
 
 
 def _as_bytes(rows_TW: torch.Tensor) -> torch.Tensor:
+    if rows_TW.shape[1] == 0:  # however strided, it counts as contiguous
+        return rows_TW.new_empty(rows_TW.shape, dtype=torch.uint8)
     return rows_TW.contiguous().view(torch.uint8)
 
 

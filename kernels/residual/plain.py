@@ -12,6 +12,7 @@ import torch
 
 from longprefill.kernels.contracts import AttnResPhase1, HyperMix
 from longprefill.kernels.norm.plain import rms_norm
+from longprefill.kernels.shapes import check_shape
 
 BLOCK_ELEMENTS = 1 << 19
 """Numbers that the sources of one block of rows hold together: 2 MiB in fp32."""
@@ -21,9 +22,9 @@ def mix(sources_BTD: Sequence[torch.Tensor], query_D: torch.Tensor, *, eps: floa
     """softmax over sources of query . rmsnorm(v), applied to the sources as they are; result in the sources' dtype.
 
     Raises:
-        ValueError: no source.
+        ValueError: no source, or sources of several shapes or dtypes.
     """
-    _check_sources(sources_BTD)
+    check_sources(sources_BTD)
     dtype = _compute_dtype(sources_BTD[0])
     query_1D = query_D.to(dtype).unsqueeze(0)
     out_TD = torch.empty_like(sources_BTD[0])
@@ -41,9 +42,9 @@ def prepare(blocks_BTD: Sequence[torch.Tensor], queries_QD: torch.Tensor, *, eps
     """Maximum, sum and weighted sum over finished blocks for each query, fp32 (fp64 for fp64 blocks).
 
     Raises:
-        ValueError: no block.
+        ValueError: no block, or blocks of several shapes or dtypes.
     """
-    _check_sources(blocks_BTD)
+    check_sources(blocks_BTD)
     dtype = _compute_dtype(blocks_BTD[0])
     queries_QD = queries_QD.to(dtype)
     (num_rows, num_hidden), num_queries = blocks_BTD[0].shape, queries_QD.shape[0]
@@ -66,6 +67,7 @@ def update(
     max_T, sum_T, weighted_TD = phase1.max_QT[query], phase1.sum_QT[query], phase1.weighted_QTD[query]
     if partial_TD is None:
         return weighted_TD / sum_T.unsqueeze(-1)
+    check_shape(partial_TD, "partial", *weighted_TD.shape)
     query_1D = query_D.to(weighted_TD.dtype).unsqueeze(0)
     out_TD = torch.empty_like(partial_TD)
     for rows in _row_blocks(partial_TD, 2):
@@ -128,7 +130,12 @@ def hyper_mix(
 def hyper_update(
     streams_TMD: torch.Tensor, output_TD: torch.Tensor, post_TM: torch.Tensor, comb_TMM: torch.Tensor
 ) -> torch.Tensor:
-    """Stream j becomes sum_i comb[i, j] stream i + post[j] output; [T, M, D] in the streams' dtype, a new tensor."""
+    """Stream j becomes sum_i comb[i, j] stream i + post[j] output; [T, M, D] in the streams' dtype, a new tensor.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+    check_update(streams_TMD, output_TD, post_TM, comb_TMM)
     dtype = comb_TMM.dtype
     new_TMD = torch.empty_like(streams_TMD)
     for rows in _row_blocks(output_TD, 2 * streams_TMD.shape[1]):
@@ -164,9 +171,26 @@ def _logits(values: torch.Tensor, queries_QD: torch.Tensor, eps: float) -> torch
     return torch.movedim(values @ queries_QD.t(), -1, 0) * inverse_rms
 
 
-def _check_sources(sources_BTD: Sequence[torch.Tensor]) -> None:
+def check_update(
+    streams_TMD: torch.Tensor, output_TD: torch.Tensor, post_TM: torch.Tensor, comb_TMM: torch.Tensor
+) -> None:
+    """ValueError unless every token has its output and its weights."""
+    num_rows, num_streams, num_hidden = streams_TMD.shape
+    check_shape(output_TD, "output", num_rows, num_hidden)
+    check_shape(post_TM, "post", num_rows, num_streams)
+    check_shape(comb_TMM, "comb", num_rows, num_streams, num_streams)
+
+
+def check_sources(sources_BTD: Sequence[torch.Tensor]) -> None:
+    """ValueError unless there is a source, and all are of one shape and dtype."""
     if not sources_BTD:
         raise ValueError("0 sources to mix: need at least 1, the token embedding")
+    first = sources_BTD[0]
+    for source in sources_BTD:
+        if source.dtype != first.dtype:
+            raise ValueError(f"sources of dtypes {first.dtype} and {source.dtype}: cast them to one")
+        if source.shape != first.shape:
+            raise ValueError(f"sources of shapes {list(first.shape)} and {list(source.shape)}: must be one")
 
 
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:

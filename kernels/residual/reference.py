@@ -11,13 +11,16 @@ import torch
 
 from longprefill.kernels.contracts import AttnResPhase1, HyperMix
 from longprefill.kernels.norm.reference import rms_norm
+from longprefill.kernels.shapes import check_shape
+
+from .plain import check_sources, check_update
 
 
 def mix(sources_BTD: Sequence[torch.Tensor], query_D: torch.Tensor, *, eps: float) -> torch.Tensor:
     """softmax over sources of query . rmsnorm(v), applied to the sources as they are; result in the sources' dtype.
 
     Raises:
-        ValueError: no source.
+        ValueError: no source, or sources of several shapes or dtypes.
     """
     values_BTD = _stack(sources_BTD)
     weight_BT = _logits(values_BTD, query_D, eps).softmax(0)
@@ -28,7 +31,7 @@ def prepare(blocks_BTD: Sequence[torch.Tensor], queries_QD: torch.Tensor, *, eps
     """Maximum, sum and weighted sum over finished blocks for each query, fp32 (fp64 for fp64 blocks).
 
     Raises:
-        ValueError: no block.
+        ValueError: no block, or blocks of several shapes or dtypes.
     """
     values_BTD = _stack(blocks_BTD)
     logits_QBT = torch.stack([_logits(values_BTD, query_D, eps) for query_D in queries_QD])
@@ -44,6 +47,7 @@ def update(
     max_T, sum_T, weighted_TD = phase1.max_QT[query], phase1.sum_QT[query], phase1.weighted_QTD[query]
     if partial_TD is None:
         return weighted_TD / sum_T.unsqueeze(-1)
+    check_shape(partial_TD, "partial", *weighted_TD.shape)
     values_TD = partial_TD.to(weighted_TD.dtype)
     logit_T = _logits(values_TD, query_D, eps)
     top_T = torch.maximum(max_T, logit_T)
@@ -83,6 +87,7 @@ def hyper_update(
     streams_TMD: torch.Tensor, output_TD: torch.Tensor, post_TM: torch.Tensor, comb_TMM: torch.Tensor
 ) -> torch.Tensor:
     """Stream j becomes sum_i comb[i, j] stream i + post[j] output; [T, M, D] in the streams' dtype."""
+    check_update(streams_TMD, output_TD, post_TM, comb_TMM)
     kept_TMD = torch.einsum("tij,tid->tjd", comb_TMM, streams_TMD.to(comb_TMM.dtype))
     added_TMD = post_TM.unsqueeze(-1) * output_TD.to(post_TM.dtype).unsqueeze(1)
     return (kept_TMD + added_TMD).to(streams_TMD.dtype)
@@ -109,8 +114,7 @@ def hyper_final(
 
 
 def _stack(sources_BTD: Sequence[torch.Tensor]) -> torch.Tensor:
-    if not sources_BTD:
-        raise ValueError("0 sources to mix: need at least 1, the token embedding")
+    check_sources(sources_BTD)
     dtype = torch.float64 if sources_BTD[0].dtype == torch.float64 else torch.float32
     return torch.stack(tuple(sources_BTD)).to(dtype)
 

@@ -22,10 +22,9 @@ def rotate(
     (fp64 for fp64 x).
 
     Raises:
-        ValueError: an unknown pairing.
+        ValueError: an unknown pairing, an odd P, or another number of frequencies than P / 2.
     """
-    if pairing not in ("interleaved", "half"):
-        raise ValueError(f"pairing={pairing!r}: use 'interleaved' or 'half'")
+    check_rotation(x_THP, inv_freq_P2, pairing)
     dtype = torch.float64 if x_THP.dtype == torch.float64 else torch.float32
     num_pairs = x_THP.shape[-1] // 2
     frequency_P2 = inv_freq_P2.to(torch.float64)
@@ -46,3 +45,15 @@ def rotate(
             out_THP[rows, :, :num_pairs] = torch.addcmul(a * cos, b, sin, value=-1)
             out_THP[rows, :, num_pairs:] = torch.addcmul(a * sin, b, cos)
     return out_THP
+
+
+def check_rotation(x_THP: torch.Tensor, inv_freq_P2: torch.Tensor, pairing: str) -> None:
+    """Raises ValueError for what has no pairs or not one frequency a pair."""
+    if pairing not in ("interleaved", "half"):
+        raise ValueError(f"pairing={pairing!r}: use 'interleaved' or 'half'")
+    num_dims = x_THP.shape[-1]
+    if num_dims % 2 or tuple(inv_freq_P2.shape) != (num_dims // 2,):
+        raise ValueError(
+            f"x of shape {list(x_THP.shape)} with frequencies of shape {list(inv_freq_P2.shape)}: "
+            "the last dim must be even, and there is one frequency a pair"
+        )

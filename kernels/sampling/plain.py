@@ -59,11 +59,12 @@ def logprobs(logits_V: torch.Tensor, *, token: int, num_top: int) -> LogProbs:
     num_top = min(num_top, logprobs_V.numel())
     if num_top == 0:
         return LogProbs(own, ())
-    # topk leaves the order of equal values open: take all that reach the last place, by id, and sort them stably
-    least = logprobs_V.topk(num_top).values[-1]
-    ids_N = torch.nonzero(logprobs_V >= least).flatten()
-    values_N, order_N = logprobs_V[ids_N].sort(descending=True, stable=True)
-    pairs = zip(ids_N[order_N][:num_top].tolist(), values_N[:num_top].tolist(), strict=True)
+    # By the logits, as a greedy sample goes: log-probabilities are rounded, and two tokens may meet there. topk leaves
+    # the order of equal values open: take all that reach the last place, by id, and sort them stably.
+    least = logits_V.topk(num_top).values[-1]
+    ids_N = torch.nonzero(logits_V >= least).flatten()
+    best_N = ids_N[logits_V[ids_N].sort(descending=True, stable=True).indices[:num_top]]
+    pairs = zip(best_N.tolist(), logprobs_V[best_N].tolist(), strict=True)
     return LogProbs(own, tuple((number, value) for number, value in pairs if value > float("-inf")))
 
 

@@ -23,10 +23,10 @@ class OnIsa:
     """`longprefill.kernels.<folder>.cpu` with every call run on one instruction set."""
 
     def __init__(self, folder: str, isa: str) -> None:
-        self._folder, self._isa = folder, isa
+        self._folder, self.isa = folder, isa
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        with forced(self._isa):
+        with forced(self.isa):
             reason = refusal("cpu")
         if reason is not None and reason.startswith("no C++ compiler"):
             pytest.skip(reason)
@@ -34,7 +34,7 @@ class OnIsa:
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with forced(self._isa):
+            with forced(self.isa):
                 return function(*args, **kwargs)
 
         return run

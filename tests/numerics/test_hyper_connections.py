@@ -137,6 +137,35 @@ def test_update_and_next_mix_in_one_pass(
     assert rms_ratio(actual.comb_TMM, expected.comb_TMM) <= TOLERANCES[torch.float32]
 
 
+@pytest.mark.parametrize("backend", compiled_backends("residual"))
+@pytest.mark.parametrize("num_tokens", [256, 300, 700])
+def test_threads_change_no_bit(backend: Any, num_tokens: int) -> None:
+    """A thread's share of a call is no call: on AMX fewer than 256 tokens are multiplied in another way."""
+    values_TMD, weights = streams(num_tokens, 4, 32).bfloat16(), parameters(4, 32)
+    expected = backend.hyper_mix(values_TMD, *weights, **NUMBERS)
+    try:
+        for num_threads in (2, 3, 5):
+            torch.set_num_threads(num_threads)
+            for found, wanted in zip(backend.hyper_mix(values_TMD, *weights, **NUMBERS), expected, strict=True):
+                assert torch.equal(found, wanted)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("backend", compiled_backends("residual"))
+def test_widest_streams_and_raw_weights(backend: Any) -> None:
+    """F = 28,672 products of one sign: the longest chain of sums there is, and the worst."""
+    generator = torch.Generator().manual_seed(0)
+    values_TMD = (torch.rand(256, 4, 7168, generator=generator) + 0.5).bfloat16()
+    projection_WF = torch.rand(24, 4 * 7168, generator=generator)
+    weights = (projection_WF, torch.randn(24, generator=generator), torch.tensor([0.7, 1.3, 2.0]) / 28672**0.5)
+    numbers = NUMBERS | {"iterations": 2}
+    expected = plain.hyper_mix(values_TMD.double(), *(weight.double() for weight in weights), **numbers)
+    found = backend.hyper_mix(values_TMD, *weights, **numbers)
+    assert rms_ratio(found.comb_TMM, expected.comb_TMM) <= 10 * TOLERANCES[torch.float32]
+    assert rms_ratio(found.post_TM, expected.post_TM) <= TOLERANCES[torch.float32]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mixing_keeps_the_sum_of_the_streams(backend: Any) -> None:
     """Columns of the mixing matrix sum to 1, rows nearly, so many layers neither grow nor starve the streams."""

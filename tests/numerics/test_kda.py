@@ -421,6 +421,19 @@ def test_gate_formula(backend: Any, lower_bound: float | None) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_a_slope_beyond_fp32_is_the_largest_number(backend: Any, lower_bound: float | None) -> None:
+    """exp(A_log) is infinite from 88.8 on, and would be NaN times a zero."""
+    x_TGK = torch.tensor([0.0, 2.0, -2.0, -200.0]).expand(3, 1, 4)
+    g_TGK = backend.gate(x_TGK, torch.tensor([90.0]), torch.zeros(1, 4), lower_bound)[0, 0].tolist()
+    if lower_bound is None:
+        assert g_TGK[1] == -torch.inf
+        assert g_TGK[3] == 0.0
+    else:
+        assert g_TGK == [-2.5, -5.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_each_head_has_its_own_decay(backend: Any, lower_bound: float | None) -> None:
     x_TGK, a_log_G, dt_bias_GK = gate_inputs()
     case = make_case(tokens=70)

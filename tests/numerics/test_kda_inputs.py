@@ -163,6 +163,13 @@ def test_arguments_are_views_of_poisoned_buffers(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_slope_beyond_fp32_gives_a_number(backend: Any) -> None:
+    case = replace(make_raw(offsets=(0, 20), lower_bound=-5.0), a_log=torch.full((4,), 90.0))
+    g_TGK = replace(case, decay=-case.dt_bias.expand_as(case.decay)).run(backend).g_TGK
+    assert torch.equal(g_TGK, torch.full_like(g_TGK, -2.5))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_zero_vector_stays_zero(backend: Any) -> None:
     case = make_raw(offsets=(0, 20))
     raw_TC = case.raw.clone()

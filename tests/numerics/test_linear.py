@@ -107,6 +107,16 @@ def test_linear_fp32_keeps_what_bf16_would_lose(backend: Any) -> None:
     assert rms_ratio(functional.linear(wide[:, :64], weight_ED), exact) > 1e-4
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("function", ["linear", "linear_fp32"])
+def test_rows_may_overlap(backend: Any, function: str) -> None:
+    """One row for all tokens, and windows over one vector."""
+    weight_ED, vector = normal(12, 64, seed=1).bfloat16(), normal(300).bfloat16()
+    for x_TD in (vector[:64].expand(100, 64), vector.unfold(0, 64, 1)[:100]):
+        expected = x_TD.double() @ weight_ED.double().T
+        assert_close(getattr(backend, function)(x_TD, weight_ED), expected, op="linear", floor=8.0)
+
+
 def test_row_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up_TJ = normal(50, 24)
     whole = plain.gated(gate_up_TJ, activation="silu", clamp=1.0)

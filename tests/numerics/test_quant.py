@@ -90,6 +90,18 @@ def test_mx_bytes_against_exact_fractions(row: list[float], rounding: Any) -> No
     assert bytes(encoded[0].tolist()) == encode_mx_by_hand(row, rounding)
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 3])
+@pytest.mark.parametrize("latent_rank", [1, 128, 130])
+def test_latent_rows_without_a_rope_part_in_any_strides(num_rows: int, latent_rank: int) -> None:
+    row_format = Fp8LatentRows(latent_rank, 0)
+    rows_TW = torch.randn(num_rows, latent_rank, generator=make_generator(0))
+    by_columns_TW = rows_TW.t().contiguous().t()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        expected = row_format.encode(rows_TW.to(dtype))
+        assert torch.equal(row_format.encode_plain(by_columns_TW.to(dtype)), expected)
+        assert torch.equal(row_format.encode(by_columns_TW.to(dtype)), expected)
+
+
 def test_mx_bytes_of_many_random_groups() -> None:
     generator = make_generator(0)
     rows_TW = torch.randn(40, 96, generator=generator) * torch.randint(-60, 60, (40, 1), generator=generator).exp2()

@@ -119,6 +119,17 @@ def test_unknown_pairing_is_refused(backend: Any) -> None:
         backend.rotate(normal(1, 1, 4), torch.arange(1), frequencies(4), "neox")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize(("width", "num_frequencies"), [(7, 3), (8, 3), (8, 1), (8, 8)])
+def test_widths_without_pairs_are_refused(backend: Any, pairing: Pairing, width: int, num_frequencies: int) -> None:
+    message = (
+        rf"x of shape \[2, 3, {width}\] with frequencies of shape \[{num_frequencies}\]: the last dim must be even"
+    )
+    with pytest.raises(ValueError, match=message):
+        backend.rotate(normal(2, 3, width), torch.arange(2), frequencies(2 * num_frequencies), pairing)
+
+
 @given(
     theta=st.sampled_from([1e4, 5e5, 8e6]), dim=st.sampled_from([32, 64, 128]), factor=st.floats(1.0, 64.0),
     original=st.sampled_from([4096, 8192, 131072]),

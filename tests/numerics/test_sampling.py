@@ -169,6 +169,18 @@ def test_logprobs_of_known_probabilities(backend: Any) -> None:
         backend.logprobs(torch.tensor([0.0, math.nan]), token=0, num_top=0)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_best_log_probability_is_the_greedy_token(backend: Any, dtype: torch.dtype) -> None:
+    """Also where two logits differ by less than a rounding of their log-probabilities."""
+    logits = torch.tensor([0.0, 1e-9, -3.0], dtype=dtype)
+    assert draw(backend, logits, temperature=0.0) == 1
+    for num_top in (1, 2, 3):
+        found = backend.logprobs(logits, token=1, num_top=num_top)
+        assert [number for number, _ in found.top] == [1, 0, 2][:num_top]
+        assert found.top[0][1] == found.token
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e3])
 def test_logprobs_agree_with_the_reference(scale: float) -> None:
     logits = scale * torch.randn(700, generator=make_generator(5)).round(decimals=2)

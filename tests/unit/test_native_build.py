@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -136,6 +138,68 @@ def test_a_cache_that_cannot_be_written_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("LONGPREFILL_CACHE", str(tmp_path / "file"))
     with pytest.raises(BuildError, match=r"no folder for compiled kernels .*: set LONGPREFILL_CACHE"):
         native_build.cache_folder()
+
+
+def test_a_disk_that_fails_is_a_build_error(
+    compiler: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not a traceback in the middle of a table of backends."""
+    (tmp_path / "cache").mkdir(mode=0o755)
+    (tmp_path / "cache" / "objects").touch()
+    with pytest.raises(BuildError, match=r"building in .*/cache: .*File exists.*/objects'.*set LONGPREFILL_CACHE"):
+        build("portable")
+
+    def no_space(*_args: object, **_kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "cache" / "objects").unlink()
+    monkeypatch.setattr(native_build.tempfile, "mkstemp", no_space)
+    with pytest.raises(BuildError, match=r"building in .*/cache: .*No space left on device: make room"):
+        build("portable")
+    monkeypatch.setattr(native_build, "_locked", no_space)
+    with pytest.raises(BuildError, match="No space left on device"):
+        build("portable")
+    assert compiler() == []
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+def test_a_cache_that_others_can_write_to_is_refused(
+    compiler: Callable[[], list[str]], mode: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ready = build("portable")
+    ready.parent.chmod(mode)
+    with pytest.raises(BuildError, match=rf"cache: others can write to it \(mode {mode:o}\): run chmod go-w"):
+        build("portable")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
+        build("portable")
+    monkeypatch.delenv("LONGPREFILL_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(native_build.tempfile, "gettempdir", lambda: str(tmp_path))
+    (tmp_path / "home" / "longprefill").mkdir(parents=True)
+    (tmp_path / "home" / "longprefill").chmod(mode)
+    assert native_build.cache_folder() == (tmp_path / f"longprefill-{os.getuid()}").resolve()
+    assert len(compiler()) == 3
+
+
+def test_a_ready_library_of_roots_is_taken_and_nothing_is_built_there(
+    compiler: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An image that root built, run by a user."""
+    ready = build("portable")
+    compiler()
+    assert ready.stat().st_mode & 0o777 == 0o755
+    monkeypatch.setattr(native_build, "ROOT", os.getuid())
+    monkeypatch.setattr(native_build.os, "getuid", lambda: 54321)
+    assert build("portable") == ready
+    with pytest.raises(BuildError, match=r"cache: owned by user \d+\): set LONGPREFILL_CACHE"):
+        build("avx2")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build("portable") == ready
+    monkeypatch.setattr(native_build, "ROOT", 54322)
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
+        build("portable")
+    assert compiler() == []
 
 
 def test_the_users_cache_is_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

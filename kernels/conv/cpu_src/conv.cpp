@@ -57,9 +57,11 @@ void strip_of_four(const T* x, int64_t x_stride, const float* taps, T* out, int6
 // x [T, C], weight fp32 [W, C] (tap first), history [N, W - 1, C] in x's dtype or fp32.
 at::Tensor causal_conv_silu(const at::Tensor& x, const at::Tensor& weight, at::IntArrayRef offsets,
                             const at::Tensor& history) {
-    check_rows_contiguous(x, "x");
+    check_dim(x, "x", 2), check_rows_contiguous(x, "x");
     const int64_t channels = x.size(1), stride = x.stride(0);
     const int width = static_cast<int>(weight.size(0));
+    check_whole(weight, "weight, taps first,", {width, channels});
+    check_whole(history, "history", {static_cast<int64_t>(offsets.size()) - 1, width - 1, channels});
     at::Tensor out = at::empty({x.size(0), channels}, x.options());
     struct Task { int64_t segment, first, end, from, to; };
     std::vector<Task> tasks;

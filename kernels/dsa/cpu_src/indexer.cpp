@@ -226,7 +226,7 @@ void select_block(const Problem& p, int64_t first, int64_t last, int32_t* chosen
 at::Tensor indexer_select(const at::Tensor& q, const at::Tensor& w, const at::Tensor& pages, const at::Tensor& table,
                           int64_t num_rows, int64_t format, int64_t start, int64_t pool, int64_t places) {
     check_fp32(w, "w");
-    TORCH_CHECK_VALUE(q.is_contiguous() && w.is_contiguous(), "q and w must be contiguous");
+    check_dim(q, "q", 3), check_contiguous(q, "q"), check_whole(w, "w", {q.size(0), q.size(1)});
     const Rows keys(pages, table, num_rows, q.size(2), q.size(2), format);
     const Problem p{q, w, keys, start, pool, places};
     const int64_t num_queries = q.size(0);
@@ -238,8 +238,8 @@ at::Tensor indexer_select(const at::Tensor& q, const at::Tensor& w, const at::Te
         for (int64_t i = 0; i < places; ++i)
             chosen[open * places + i] = i < p.visible(open) ? static_cast<int32_t>(i) : -1;
     if (open < num_queries)
-        TORCH_CHECK_VALUE(p.visible(num_queries - 1) <= num_rows, num_rows, " keys, but the last query sees ",
-                          p.visible(num_queries - 1));
+        TORCH_CHECK_VALUE(p.visible(num_queries - 1) <= num_rows, num_rows, " cached keys, but the last query sees ",
+                          p.visible(num_queries - 1), ": write the keys first");
     const int64_t list_bytes = 8 * (Best::capacity(places, 512) + LANES);
     int64_t block = std::max<int64_t>(1, std::min(QUERY_BLOCK, LIST_BYTES / list_bytes));
     const int64_t share = (num_queries - open + at::get_num_threads() - 1) / at::get_num_threads();

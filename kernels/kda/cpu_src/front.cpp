@@ -90,19 +90,21 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> inputs(
     const at::Tensor& raw, const at::Tensor& taps, const at::Tensor& decay, const at::Tensor& beta,
     at::IntArrayRef offsets, const at::Tensor& history, int64_t key_heads, const at::Tensor& slope,
     const at::Tensor& bias, std::optional<double> lower_bound, double largest_beta, double eps) {
-    check_rows_contiguous(raw, "raw"), check_rows_contiguous(decay, "decay"), check_rows_contiguous(beta, "beta");
+    check_dim(raw, "raw", 2), check_rows_contiguous(raw, "raw");
+    check_rows_contiguous(decay, "decay"), check_rows_contiguous(beta, "beta");
     const int64_t num_tokens = raw.size(0), channels = raw.size(1), width = taps.size(0);
     const int64_t heads = decay.size(1), num_keys = decay.size(2), key_width = key_heads * num_keys;
     const int64_t value_width = channels - 2 * key_width, num_segments = static_cast<int64_t>(offsets.size()) - 1;
-    TORCH_CHECK_VALUE(key_heads > 0 && value_width >= 0 && heads > 0 && value_width % heads == 0, channels,
-                      " channels are no 2 * ", key_heads, " * ", num_keys, " of q and k and ", heads, " equal value heads");
-    TORCH_CHECK_VALUE(decay.size(0) == num_tokens && beta.size(0) == num_tokens && beta.size(1) == heads, "raw ",
-                      raw.sizes(), ", decay ", decay.sizes(), ", beta ", beta.sizes());
-    TORCH_CHECK_VALUE(history.is_contiguous() && history.dim() == 3 && history.size(0) == num_segments &&
-                          history.size(1) == width - 1 && history.size(2) == channels,
-                      "history ", history.sizes(), ": must be [", num_segments, ", ", width - 1, ", ", channels, "]");
-    TORCH_CHECK_VALUE(decay.scalar_type() == raw.scalar_type() && beta.scalar_type() == raw.scalar_type(), "raw ",
-                      raw.scalar_type(), ", decay ", decay.scalar_type(), ", beta ", beta.scalar_type());
+    TORCH_CHECK_VALUE(key_heads > 0 && value_width >= 0 && heads > 0 && value_width % heads == 0, "raw has ", channels,
+                      " channels: must be 2 * ", key_heads, " * ", num_keys, " of q and k, and a multiple of ", heads,
+                      " for the value heads");
+    check_shape(decay, "decay", {num_tokens, heads, num_keys}), check_shape(beta, "beta", {num_tokens, heads});
+    check_whole(taps, "weight, taps first,", {width, channels});
+    check_whole(history, "history", {num_segments, width - 1, channels});
+    check_whole(slope, "a_log", {heads}), check_whole(bias, "dt_bias", {heads, num_keys});
+    TORCH_CHECK_VALUE(decay.scalar_type() == raw.scalar_type() && beta.scalar_type() == raw.scalar_type(),
+                      "raw has dtype ", raw.scalar_type(), ", decay ", decay.scalar_type(), ", beta ",
+                      beta.scalar_type(), ": cast them to one");
     check_fp32(taps, "taps"), check_fp32(slope, "slope"), check_fp32(bias, "bias");
     const auto fp32 = raw.options().dtype(at::kFloat);
     at::Tensor q = at::empty({num_tokens, key_heads, num_keys}, fp32), k = at::empty(q.sizes(), fp32);

@@ -39,12 +39,8 @@ struct Shape {
         TORCH_CHECK_VALUE(num_keys <= MAX_KEYS, "key dim ", num_keys, ": at most ", MAX_KEYS);
         TORCH_CHECK_VALUE(key_heads > 0 && heads % key_heads == 0, heads, " value heads, ", key_heads,
                           " q/k heads: value heads must be a multiple");
-        TORCH_CHECK_VALUE(q.sizes() == k.sizes() && k.size(0) == num_tokens, "q ", q.sizes(), ", k ", k.sizes(), ", v ",
-                          v.sizes());
-        TORCH_CHECK_VALUE(g.dim() == 3 && g.size(0) == num_tokens && g.size(1) == heads && g.size(2) == num_keys, "g ",
-                          g.sizes(), ": must be [tokens, value heads, key dim]");
-        TORCH_CHECK_VALUE(beta.dim() == 2 && beta.size(0) == num_tokens && beta.size(1) == heads, "beta ", beta.sizes(),
-                          ": must be [tokens, value heads]");
+        check_dim(v, "v", 3), check_shape(k, "k", {num_tokens, key_heads, num_keys}), check_shape(q, "q", k.sizes());
+        check_shape(g, "g", {num_tokens, heads, num_keys}), check_shape(beta, "beta", {num_tokens, heads});
     }
 
     template <typename V>
@@ -101,12 +97,17 @@ struct Stop {
 };
 
 // The stops of every segment in order of rows.
-std::vector<std::vector<Stop>> stops_by_segment(int64_t num_segments, at::IntArrayRef segments, at::IntArrayRef rows) {
-    TORCH_CHECK_VALUE(segments.size() == rows.size(), segments.size(), " segments, ", rows.size(), " rows");
+std::vector<std::vector<Stop>> stops_by_segment(at::IntArrayRef offsets, at::IntArrayRef segments, at::IntArrayRef rows) {
+    const int64_t num_segments = static_cast<int64_t>(offsets.size()) - 1;
+    TORCH_CHECK_VALUE(segments.size() == rows.size(), "interior states in ", segments.size(), " segments, but after ",
+                      rows.size(), " numbers of rows: must be as many");
     std::vector<std::vector<Stop>> stops(num_segments);
     for (size_t i = 0; i < rows.size(); ++i) {
-        TORCH_CHECK_VALUE(segments[i] >= 0 && segments[i] < num_segments, "no segment ", segments[i]);
-        TORCH_CHECK_VALUE(rows[i] % C == 0, "no tile of ", C, " tokens ends at row ", rows[i]);
+        TORCH_CHECK_VALUE(segments[i] >= 0 && segments[i] < num_segments, "interior state of segment ", segments[i],
+                          ": there are ", num_segments, ", from 0 on");
+        const int64_t length = offsets[segments[i] + 1] - offsets[segments[i]];
+        TORCH_CHECK_VALUE(rows[i] % C == 0 && rows[i] >= 0 && rows[i] <= length, "interior state after ", rows[i],
+                          " rows of segment ", segments[i], ": must be a multiple of ", C, " within its ", length);
         stops[segments[i]].push_back({rows[i], static_cast<int64_t>(i)});
     }
     for (auto& of_segment : stops)
@@ -125,7 +126,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> scan(const at::Tensor& q, const a
     at::Tensor states = at::empty({num_segments, shape.heads, shape.num_keys, shape.num_values}, q.options());
     at::Tensor interior = at::empty({static_cast<int64_t>(interior_rows.size()), shape.heads, shape.num_keys,
                                      shape.num_values}, q.options());
-    const auto stops = stops_by_segment(num_segments, interior_segments, interior_rows);
+    const auto stops = stops_by_segment(offsets, interior_segments, interior_rows);
+    if (initial) check_whole(*initial, "initial", states.sizes());
     const float* initial_data = initial ? initial->const_data_ptr<float>() : nullptr;
     float *states_data = states.mutable_data_ptr<float>(), *interior_data = interior.mutable_data_ptr<float>();
     for_float_type(v, "v", [&](auto* type) {
@@ -197,6 +199,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> summarize(const at::Tensor& k, co
     const bool with_transition = !initial;
     const int64_t state_size = shape.num_keys * shape.num_values;
     at::Tensor states = at::empty({shape.heads, shape.num_keys, shape.num_values}, k.options());
+    if (initial) check_whole(*initial, "initial", states.sizes());
     at::Tensor transitions = at::empty({with_transition ? shape.heads : 0, shape.num_keys, shape.num_keys}, k.options());
     at::Tensor is_there = at::empty({shape.heads}, k.options().dtype(at::kBool));
     const float* initial_data = initial ? initial->const_data_ptr<float>() : nullptr;
@@ -271,8 +274,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> summarize(const at::Tensor& k, co
 // Log decay, fp32, from x [T, G, K], slope = exp(A_log) [G], bias [G, K].
 at::Tensor gate(const at::Tensor& x, const at::Tensor& slope, const at::Tensor& bias,
                 std::optional<double> lower_bound) {
-    check_rows_contiguous(x, "x");
+    check_dim(x, "x", 3), check_rows_contiguous(x, "x");
     const int64_t heads = x.size(1), keys = x.size(2), row = x.stride(0);
+    check_whole(slope, "a_log", {heads}), check_whole(bias, "dt_bias", {heads, keys});
     at::Tensor out = at::empty(x.sizes(), slope.options());
     const float *slopes = slope.const_data_ptr<float>(), *biases = bias.const_data_ptr<float>();
     float* out_data = out.mutable_data_ptr<float>();
@@ -298,7 +302,7 @@ at::Tensor gate(const at::Tensor& x, const at::Tensor& slope, const at::Tensor& 
 }
 
 at::Tensor l2_normalize(const at::Tensor& x, double eps) {
-    check_rows_contiguous(x, "x");
+    check_dim(x, "x", 3), check_rows_contiguous(x, "x");
     const int64_t heads = x.size(1), keys = x.size(2), row = x.stride(0);
     at::Tensor out = at::empty(x.sizes(), x.options().dtype(at::kFloat));
     float* out_data = out.mutable_data_ptr<float>();

@@ -87,13 +87,11 @@ LP_INLINE void update(const StepHead& head, const float* state, float* fresh, in
 
 void check_states(at::TensorList states, const char* name, int64_t num_requests, int64_t heads, int64_t num_keys,
                   int64_t num_values) {
-    TORCH_CHECK_VALUE(static_cast<int64_t>(states.size()) == num_requests, states.size(), " ", name, " for ",
-                      num_requests, " requests");
+    TORCH_CHECK_VALUE(static_cast<int64_t>(states.size()) == num_requests, states.size(), " of ", name, " for ",
+                      num_requests, " requests: must be one a request");
     for (const at::Tensor& state : states) {
         check_fp32(state, name);
-        TORCH_CHECK_VALUE(state.is_contiguous() && state.dim() == 3 && state.size(0) == heads &&
-                              state.size(1) == num_keys && state.size(2) == num_values,
-                          name, " ", state.sizes(), ": must be contiguous [", heads, ", ", num_keys, ", ", num_values, "]");
+        check_whole(state, name, {heads, num_keys, num_values});
     }
 }
 
@@ -108,12 +106,10 @@ at::Tensor step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, c
     const int64_t key_heads = k.size(1), num_keys = k.size(2);
     TORCH_CHECK_VALUE(key_heads > 0 && heads % key_heads == 0, heads, " value heads, ", key_heads,
                       " q/k heads: value heads must be a multiple");
-    TORCH_CHECK_VALUE(q.sizes() == k.sizes() && k.size(0) == num_requests && g.size(0) == num_requests &&
-                          g.size(1) == heads && g.size(2) == num_keys && beta.size(0) == num_requests &&
-                          beta.size(1) == heads,
-                      "q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes(), ", g ", g.sizes(), ", beta ", beta.sizes());
-    check_states(states, "states", num_requests, heads, num_keys, columns);
-    check_states(fresh, "fresh states", num_requests, heads, num_keys, columns);
+    check_dim(v, "v", 3), check_shape(k, "k", {num_requests, key_heads, num_keys}), check_shape(q, "q", k.sizes());
+    check_shape(g, "g", {num_requests, heads, num_keys}), check_shape(beta, "beta", {num_requests, heads});
+    check_states(states, "the states", num_requests, heads, num_keys, columns);
+    check_states(fresh, "the fresh states", num_requests, heads, num_keys, columns);
     at::Tensor out = at::empty({num_requests, heads, columns}, v.options());
     std::vector<const float*> old_data;
     std::vector<float*> fresh_data;

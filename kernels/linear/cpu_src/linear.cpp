@@ -14,7 +14,9 @@ namespace {
 
 // [T, F] of [T, 2 F], gate first: silu(min(gate, limit)) * clamp(up, -limit, limit), one rounding at the end.
 at::Tensor gated_silu(const at::Tensor& gate_up, double clamp) {
-    check_rows_contiguous(gate_up, "gate_up");
+    check_dim(gate_up, "gate_up", 2), check_rows_contiguous(gate_up, "gate_up");
+    TORCH_CHECK_VALUE(gate_up.size(1) % 2 == 0, "gate_up has shape ", gate_up.sizes(),
+                      ": gate and up are its two halves, so its width must be even");
     const int64_t num_rows = gate_up.size(0), inner = gate_up.size(1) / 2, stride = gate_up.stride(0);
     at::Tensor out = at::empty({num_rows, inner}, gate_up.options());
     const Vec limit = splat(static_cast<float>(clamp));
@@ -161,13 +163,18 @@ private:
 // out [T, H, E] = x [T, H, D] times each head's weight, [H, E, D], or [H, D, E] if `is_transposed`. Sums are fp32 and
 // rounded to out's dtype once.
 void linear_products(const at::Tensor& x, const at::Tensor& weight, bool is_transposed, const at::Tensor& out) {
+    check_dim(x, "x [T, H, D]", 3), check_dim(weight, "weight [H, E, D]", 3);
     const int64_t num_rows = x.size(0), heads = x.size(1), depth = x.size(2), num_out = weight.size(is_transposed ? 2 : 1);
-    TORCH_CHECK_VALUE(weight.size(0) == heads && weight.size(is_transposed ? 1 : 2) == depth,
-                      "weight must have x's heads and width");
-    TORCH_CHECK_VALUE(out.size(0) == num_rows && out.size(1) == heads && out.size(2) == num_out, "out must be [T, H, E]");
-    TORCH_CHECK_VALUE(x.scalar_type() == weight.scalar_type(), "x and weight must have one dtype");
-    for (const at::Tensor& matrix : {x, weight, out})
-        TORCH_CHECK_VALUE(matrix.stride(2) == 1 || matrix.size(2) < 2, "rows must be contiguous");
+    if (is_transposed) check_shape(weight, "weight [H, D, E] of x [T, H, D]", {heads, depth, num_out});
+    else check_shape(weight, "weight [H, E, D] of x [T, H, D]", {heads, num_out, depth});
+    check_shape(out, "out", {num_rows, heads, num_out});
+    TORCH_CHECK_VALUE(x.scalar_type() == weight.scalar_type(), "x has dtype ", x.scalar_type(), ", weight ",
+                      weight.scalar_type(), ": cast them to one");
+    const auto check_row = [](const at::Tensor& matrix, const char* name) {
+        TORCH_CHECK_VALUE(matrix.stride(2) == 1 || matrix.size(2) < 2, name, " of shape ", matrix.sizes(),
+                          " has strides ", matrix.strides(), ": the last must be 1");
+    };
+    check_row(x, "x"), check_row(weight, "weight"), check_row(out, "out");
     for_float_type(x, "x", [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         for_float_type(out, "out", [&](auto* out_type) {
@@ -187,10 +194,10 @@ constexpr int64_t BLOCK_ROWS = 64;  // rows of x
 
 // fp32 [T, E] of bf16 x [T, D] and weight [E, D], D a multiple of 32: products of bf16 numbers are exact in fp32.
 at::Tensor linear_fp32(const at::Tensor& x, const at::Tensor& weight) {
-    check_rows_contiguous(x, "x");
+    check_dim(x, "x", 2), check_rows_contiguous(x, "x");
     const int64_t num_rows = x.size(0), depth = x.size(1), num_out = weight.size(0);
-    TORCH_CHECK_VALUE(weight.is_contiguous() && weight.size(1) == depth && depth % AMX_DEPTH == 0,
-                      "weight must be contiguous, as wide as x, and a multiple of ", AMX_DEPTH, " wide");
+    check_whole(weight, "weight", {num_out, depth});
+    TORCH_CHECK_VALUE(depth % AMX_DEPTH == 0, "x and weight are ", depth, " wide: must be a multiple of ", AMX_DEPTH);
     const Bf16 *x_data = x.const_data_ptr<Bf16>(), *weight_data = weight.const_data_ptr<Bf16>();
     const int64_t columns = padded(num_out, AMX_COLUMNS);
     const Buffer<Bf16> packed(depth * columns), sixteen = Buffer<Bf16>::zeros(16 * depth);
@@ -210,7 +217,7 @@ at::Tensor linear_fp32(const at::Tensor& x, const at::Tensor& weight) {
             const Bf16* rows = x_data + begin * x.stride(0);
             int64_t stride = x.stride(0);
             Buffer<Bf16> rest;
-            if (count < BLOCK_ROWS) {  // one shape only
+            if (count < BLOCK_ROWS || stride < depth) {  // one shape only, and no rows that overlap
                 rest = Buffer<Bf16>::zeros(BLOCK_ROWS * depth);
                 for (int64_t t = 0; t < count; ++t)
                     std::memcpy(static_cast<void*>(rest.get() + t * depth), rows + t * stride, depth * sizeof(Bf16));

@@ -167,15 +167,20 @@ private:
 // fp32 [T, D]: sum over a token's experts, in ascending order, of weight * down(silu(gate) * up). All bf16 but weights.
 at::Tensor moe_experts(const at::Tensor& x, const at::Tensor& experts, const at::Tensor& weights,
                        const at::Tensor& gate_up, const at::Tensor& down, double clamp) {
-    TORCH_CHECK_VALUE(x.is_contiguous() && gate_up.is_contiguous() && down.is_contiguous() && experts.is_contiguous() &&
-                          weights.is_contiguous(), "experts take contiguous tensors");
+    check_dim(x, "x", 2), check_contiguous(x, "x"), check_dim(experts, "experts", 2), check_dim(down, "down", 3);
     check_fp32(weights, "weights");
     const int64_t num_experts = gate_up.size(0), slots = experts.size(1), num_slots = experts.numel();
+    check_whole(experts, "experts", {x.size(0), slots}), check_whole(weights, "weights", experts.sizes());
+    check_whole(down, "down", {num_experts, x.size(1), down.size(2)});
+    check_whole(gate_up, "gate_up", {num_experts, 2 * down.size(2), x.size(1)});
     const int64_t* chosen = experts.const_data_ptr<int64_t>();
     const float* weight = weights.const_data_ptr<float>();
     std::vector<int64_t> begins(num_experts + 1, 0);
     for (int64_t i = 0; i < num_slots; ++i)
-        if (chosen[i] >= 0) ++begins[chosen[i] + 1];
+        if (chosen[i] >= 0) {
+            TORCH_CHECK_VALUE(chosen[i] < num_experts, "expert ", chosen[i], ": must be below ", num_experts);
+            ++begins[chosen[i] + 1];
+        }
     for (int64_t e = 0; e < num_experts; ++e) begins[e + 1] += begins[e];
     std::vector<int64_t> tokens(begins[num_experts]), next(begins.begin(), begins.end() - 1);
     std::vector<float> sorted(begins[num_experts]);

@@ -97,8 +97,8 @@ private:
 std::tuple<at::Tensor, at::Tensor> moe_route(const at::Tensor& logits, const std::optional<at::Tensor>& bias,
                                              int64_t topk, bool is_softmax, int64_t num_groups, int64_t topk_groups,
                                              bool normalizes, double scale) {
-    check_fp32(logits, "logits");
-    TORCH_CHECK_VALUE(logits.is_contiguous() && (!bias || bias->is_contiguous()), "operands must be contiguous");
+    check_fp32(logits, "logits"), check_dim(logits, "logits", 2), check_contiguous(logits, "logits");
+    if (bias) check_whole(*bias, "bias", {logits.size(1)});
     const Router router{logits.size(1), topk, num_groups, topk_groups, is_softmax, normalizes,
                         static_cast<float>(scale), bias ? bias->const_data_ptr<float>() : nullptr};
     at::Tensor experts = at::empty({logits.size(0), topk}, logits.options().dtype(at::kLong));

@@ -42,6 +42,7 @@ LP_INLINE void write_rms_norm(const T* row, const T* scale, int64_t width, float
 }
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+    check_contiguous(x, "x"), check_whole(weight, "weight", {x.size(-1)});
     at::Tensor out = at::empty(x.sizes(), x.options());
     const int64_t width = x.size(-1);
     for_float_type(x, "x", [&](auto* type) {
@@ -57,8 +58,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
 
 // Adds x to `total`, which it overwrites, and gives rms_norm of the new total: all contiguous, of one dtype.
 at::Tensor add_rms_norm(const at::Tensor& total, const at::Tensor& x, const at::Tensor& weight, double eps) {
-    TORCH_CHECK_VALUE(total.is_contiguous() && x.is_contiguous() && total.sizes() == x.sizes(),
-                      "total and x must be contiguous and of one shape");
+    check_contiguous(x, "x"), check_whole(total, "the sum", x.sizes()), check_whole(weight, "weight", {x.size(-1)});
     at::Tensor out = at::empty(x.sizes(), x.options());
     const int64_t width = x.size(-1);
     for_float_type(x, "x", [&](auto* type) {
@@ -77,6 +77,7 @@ at::Tensor add_rms_norm(const at::Tensor& total, const at::Tensor& x, const at::
 }
 
 at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps) {
+    check_contiguous(x, "x"), check_whole(weight, "weight", {x.size(-1)}), check_whole(bias, "bias", {x.size(-1)});
     at::Tensor out = at::empty(x.sizes(), x.options());
     const int64_t width = x.size(-1);
     const float *scale = weight.const_data_ptr<float>(), *shift = bias.const_data_ptr<float>();
@@ -111,6 +112,7 @@ at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::T
 
 // x and gate have one dtype; weight is fp32.
 at::Tensor gated_rms_norm(const at::Tensor& x, const at::Tensor& gate, const at::Tensor& weight, double eps) {
+    check_contiguous(x, "x"), check_whole(gate, "gate", x.sizes()), check_whole(weight, "weight", {x.size(-1)});
     at::Tensor out = at::empty(x.sizes(), x.options());
     const int64_t width = x.size(-1);
     const float* scale = weight.const_data_ptr<float>();

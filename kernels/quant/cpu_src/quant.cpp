@@ -265,8 +265,8 @@ void for_rows(int64_t num_rows, int64_t bytes, Body body) {
 
 // uint8 [T, W + groups].
 at::Tensor quant_encode_mxfp8(const at::Tensor& x, bool up) {
-    check_rows_contiguous(x, "rows");
-    const int64_t width = x.size(1), row_bytes = width + (width + MX_GROUP - 1) / MX_GROUP, stride = x.stride(0);
+    check_dim(x, "rows", 2), check_rows_contiguous(x, "rows");
+    const int64_t width = x.size(1), row_bytes = bytes_of_row(RowFormat::mxfp8, width, width), stride = x.stride(0);
     at::Tensor out = at::empty({x.size(0), row_bytes}, x.options().dtype(at::kByte));
     uint8_t* to = out.mutable_data_ptr<uint8_t>();
     for_float_type(x, "rows", [&](auto* type) {
@@ -281,9 +281,9 @@ at::Tensor quant_encode_mxfp8(const at::Tensor& x, bool up) {
 
 // uint8 [T, rank + 4 tiles + 2 rope].
 at::Tensor quant_encode_fp8(const at::Tensor& x, int64_t rank) {
-    check_rows_contiguous(x, "rows");
+    check_dim(x, "rows", 2), check_rows_contiguous(x, "rows");
     const int64_t rope = x.size(1) - rank, stride = x.stride(0);
-    const int64_t row_bytes = rank + (rank + LATENT_TILE - 1) / LATENT_TILE * 4 + 2 * rope;
+    const int64_t row_bytes = bytes_of_row(RowFormat::fp8_latent, x.size(1), rank);
     at::Tensor out = at::empty({x.size(0), row_bytes}, x.options().dtype(at::kByte));
     uint8_t* to = out.mutable_data_ptr<uint8_t>();
     for_float_type(x, "rows", [&](auto* type) {
@@ -297,6 +297,7 @@ at::Tensor quant_encode_fp8(const at::Tensor& x, int64_t rank) {
 // [T, W] fp32, or bf16 if asked for; `rank` is W for MXFP8 rows.
 at::Tensor quant_decode(const at::Tensor& bytes, int64_t format, int64_t width, int64_t rank, bool is_bf16) {
     check_rows_contiguous(bytes, "bytes");
+    check_shape(bytes, "bytes", {bytes.size(0), bytes_of_row(static_cast<RowFormat>(format), width, rank)});
     at::Tensor out = at::empty({bytes.size(0), width}, bytes.options().dtype(is_bf16 ? at::kBFloat16 : at::kFloat));
     const uint8_t* from = bytes.const_data_ptr<uint8_t>();
     const int64_t stride = bytes.stride(0);

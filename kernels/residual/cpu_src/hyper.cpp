@@ -67,14 +67,17 @@ class SplitProducts {
 public:
     static constexpr int64_t PARTS = 3;
     static constexpr int64_t FEWEST_TOKENS = 4 * BLOCK_TOKENS;  // fewer are done before the weights are split
+    static constexpr int64_t DEPTH = 4096;  // products summed in one go: errors of a chain of fp32 sums grow with it
 
+    // `num_tokens` of the call, not of a thread's share: how many threads there are must change no bit.
     static bool suits(const Sizes& sizes, int64_t num_tokens) {
         return has_amx_products() && num_tokens >= FEWEST_TOKENS && sizes.token() % AMX_DEPTH == 0;
     }
 
     SplitProducts(const float* projection, const Sizes& sizes)
         : size_(sizes.token()), weights_(sizes.weights()), columns_(padded(PARTS * weights_, AMX_COLUMNS)),
-          packed_(size_ * columns_), rows_(Buffer<Bf16>::zeros(BLOCK_TOKENS * size_)), sums_(BLOCK_TOKENS * columns_) {
+          packed_(size_ * columns_), rows_(Buffer<Bf16>::zeros(BLOCK_TOKENS * size_)), sums_(BLOCK_TOKENS * columns_),
+          further_(BLOCK_TOKENS * columns_) {
         const Buffer<Bf16> parts = Buffer<Bf16>::zeros(columns_ * size_);
         for (int64_t w = 0; w < weights_; ++w)
             for_each_vector(size_, [&](int64_t i, int count) {
@@ -95,7 +98,13 @@ public:
             std::memcpy(static_cast<void*>(rows_.get()), tokens, count * size_ * sizeof(Bf16));
             tokens = rows_.get();
         }
-        amx_multiply(BLOCK_TOKENS, columns_, size_, tokens, size_, packed_.get(), columns_, sums_.get(), columns_, false);
+        for (int64_t from = 0; from < size_; from += DEPTH) {
+            float* sums = from == 0 ? sums_.get() : further_.get();
+            amx_multiply(BLOCK_TOKENS, columns_, std::min(DEPTH, size_ - from), tokens + from, size_,
+                         packed_.get() + from * columns_, columns_, sums, columns_, false);
+            if (from > 0)
+                for (int64_t i = 0; i < BLOCK_TOKENS * columns_; ++i) sums_[i] += further_[i];
+        }
     }
 
     LP_INLINE float operator()(int64_t token, int64_t weight) const {
@@ -106,7 +115,7 @@ public:
 private:
     int64_t size_, weights_, columns_;
     Buffer<Bf16> packed_, rows_;
-    Buffer<float> sums_;
+    Buffer<float> sums_, further_;
 };
 #endif
 
@@ -314,16 +323,30 @@ private:
     const T* read_;
 };
 
+void check_streams(const at::Tensor& streams) {
+    check_dim(streams, "streams", 3), check_contiguous(streams, "streams");
+    TORCH_CHECK_VALUE(streams.size(1) <= MAX_STREAMS, streams.size(1), " streams: at most ", MAX_STREAMS);
+}
+
+// What an update adds to streams [T, M, D].
+void check_update(const at::Tensor& streams, const at::Tensor& output, const at::Tensor& post, const at::Tensor& comb) {
+    check_streams(streams);
+    const int64_t num_rows = streams.size(0), num_streams = streams.size(1);
+    check_shape(output, "output", {num_rows, streams.size(2)}), check_rows_contiguous(output, "output");
+    check_whole(post, "post", {num_rows, num_streams}), check_whole(comb, "comb", {num_rows, num_streams, num_streams});
+}
+
 Mix mixed(const at::Tensor& streams, const Update& update, const InputNorm& norm, const at::Tensor& projection,
           const at::Tensor& base, const at::Tensor& scale, int64_t iterations, double eps, double norm_eps) {
-    TORCH_CHECK_VALUE(streams.is_contiguous() && projection.is_contiguous() &&
-                          (!norm.weight || norm.weight->is_contiguous()), "operands must be contiguous");
+    check_streams(streams);
     const int64_t num_rows = streams.size(0), num_streams = streams.size(1), hidden = streams.size(2);
-    TORCH_CHECK_VALUE(num_streams <= MAX_STREAMS, num_streams, " streams: at most ", MAX_STREAMS);
     const auto wide = streams.options().dtype(at::kFloat);
     const Mix mix{at::empty({num_rows, hidden}, streams.options()), at::empty({num_rows, num_streams}, wide),
                   at::empty({num_rows, num_streams, num_streams}, wide)};
     const Sizes sizes{num_streams, hidden};
+    check_whole(projection, "projection", {sizes.weights(), sizes.token()}), check_whole(base, "base", {sizes.weights()});
+    check_whole(scale, "scale", {3});
+    if (norm.weight) check_whole(*norm.weight, "the input's norm", {hidden});
     const float* weights = projection.const_data_ptr<float>();
     for_float_type(streams, "streams", [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
@@ -335,7 +358,7 @@ Mix mixed(const at::Tensor& streams, const Update& update, const InputNorm& norm
             };
 #if defined(LONGPREFILL_AMX)
             if constexpr (std::is_same_v<T, Bf16>)
-                if (SplitProducts::suits(sizes, last - first)) return run(SplitProducts(weights, sizes));
+                if (SplitProducts::suits(sizes, num_rows)) return run(SplitProducts(weights, sizes));
 #endif
             run(WideProducts(weights, sizes));
         });
@@ -354,8 +377,7 @@ Mix hyper_mix(const at::Tensor& streams, const at::Tensor& projection, const at:
 Mix hyper_update_mix(const at::Tensor& streams, const at::Tensor& output, const at::Tensor& post, const at::Tensor& comb,
                      const at::Tensor& projection, const at::Tensor& base, const at::Tensor& scale, int64_t iterations,
                      double eps, double norm_eps, const std::optional<at::Tensor>& input_norm, double input_eps) {
-    TORCH_CHECK_VALUE(post.is_contiguous() && comb.is_contiguous(), "operands must be contiguous");
-    check_rows_contiguous(output, "output");
+    check_update(streams, output, post, comb);
     return mixed(streams, Update{&output, &post, &comb}, InputNorm{input_norm, input_eps}, projection, base, scale,
                  iterations, eps, norm_eps);
 }
@@ -363,10 +385,7 @@ Mix hyper_update_mix(const at::Tensor& streams, const at::Tensor& output, const 
 template <bool MEAN>
 at::Tensor updated(const at::Tensor& streams, const at::Tensor& output, const at::Tensor& post,
                    const at::Tensor& comb) {
-    TORCH_CHECK_VALUE(streams.is_contiguous() && post.is_contiguous() && comb.is_contiguous(),
-                      "operands must be contiguous");
-    check_rows_contiguous(output, "output");
-    TORCH_CHECK_VALUE(streams.size(1) <= MAX_STREAMS, streams.size(1), " streams: at most ", MAX_STREAMS);
+    check_update(streams, output, post, comb);
     const int64_t num_rows = streams.size(0), num_streams = streams.size(1), hidden = streams.size(2);
     at::Tensor out = MEAN ? at::empty({num_rows, hidden}, streams.options()) : at::empty(streams.sizes(), streams.options());
     const float *post_data = post.const_data_ptr<float>(), *comb_data = comb.const_data_ptr<float>();

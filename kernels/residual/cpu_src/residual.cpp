@@ -94,12 +94,14 @@ void weighted_sums_of_group(const std::vector<const T*>& rows, const float* weig
     });
 }
 
-// All sources are [T, D] of one dtype with contiguous rows.
+// All sources are [T, D] of one dtype with contiguous rows. The words for several dtypes are those of ../plain.py.
 void check_sources(const std::vector<at::Tensor>& sources) {
+    check_dim(sources[0], "source 0", 2);
     for (const at::Tensor& source : sources) {
-        TORCH_CHECK_VALUE(source.scalar_type() == sources[0].scalar_type(), "sources of several dtypes");
-        TORCH_CHECK_VALUE(source.sizes() == sources[0].sizes(), "sources of several shapes: ", source.sizes(), " and ",
-                          sources[0].sizes());
+        TORCH_CHECK_VALUE(source.scalar_type() == sources[0].scalar_type(), "sources of dtypes ",
+                          sources[0].scalar_type(), " and ", source.scalar_type(), ": cast them to one");
+        TORCH_CHECK_VALUE(source.sizes() == sources[0].sizes(), "sources of shapes ", sources[0].sizes(), " and ",
+                          source.sizes(), ": must be one");
         check_rows_contiguous(source, "source");
     }
 }
@@ -107,6 +109,7 @@ void check_sources(const std::vector<at::Tensor>& sources) {
 at::Tensor mix(const std::vector<at::Tensor>& sources, const at::Tensor& query, double eps) {
     check_sources(sources);
     const int64_t num_rows = sources[0].size(0), size = sources[0].size(1);
+    check_whole(query, "query", {size});
     at::Tensor out = at::empty(sources[0].sizes(), sources[0].options());
     const float* query_data = query.const_data_ptr<float>();
     for_float_type(sources[0], "source", [&](auto* type) {
@@ -135,9 +138,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> prepare(const std::vector<at::Ten
                                                        double eps) {
     check_sources(blocks);
     const int64_t num_rows = blocks[0].size(0), size = blocks[0].size(1), num_queries = queries.size(0);
+    check_whole(queries, "queries", {num_queries, size});
     at::Tensor top = at::empty({num_queries, num_rows}, queries.options());
     at::Tensor total = at::empty({num_queries, num_rows}, queries.options());
     at::Tensor weighted = at::empty({num_queries, num_rows, size}, queries.options());
+    if (num_queries == 0) return {top, total, weighted};
     const float* query_data = queries.const_data_ptr<float>();
     float *top_data = top.mutable_data_ptr<float>(), *total_data = total.mutable_data_ptr<float>();
     float* weighted_data = weighted.mutable_data_ptr<float>();
@@ -177,8 +182,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> prepare(const std::vector<at::Ten
 // Phase 1 of one query (max [T], sum [T], weighted [T, D]) and the running partial [T, D]; result in the partial's dtype.
 at::Tensor update_mix(const at::Tensor& partial, const at::Tensor& top, const at::Tensor& total,
                       const at::Tensor& weighted, const at::Tensor& query, double eps) {
-    check_rows_contiguous(partial, "partial");
+    check_dim(partial, "partial", 2), check_rows_contiguous(partial, "partial");
     const int64_t num_rows = partial.size(0), size = partial.size(1), stride = partial.stride(0);
+    check_whole(top, "the maximum of phase 1", {num_rows}), check_whole(total, "the sum of phase 1", {num_rows});
+    check_whole(weighted, "the weighted sum of phase 1", {num_rows, size}), check_whole(query, "query", {size});
     at::Tensor out = at::empty(partial.sizes(), partial.options());
     const float *top_data = top.const_data_ptr<float>(), *total_data = total.const_data_ptr<float>();
     const float *weighted_data = weighted.const_data_ptr<float>(), *query_data = query.const_data_ptr<float>();

@@ -132,6 +132,20 @@ LP_INLINE void decode_fp8_row(const uint8_t* bytes, int64_t rank, int64_t rope, 
         for_each_vector(rope, [&](int64_t i, int count) { store_some(out + rank + i, load_some(tail + i, count), count); });
 }
 
+// Bytes of a row of `width` numbers, the first `rank` of which are FP8 codes in a latent row.
+inline int64_t bytes_of_row(RowFormat format, int64_t width, int64_t rank) {
+    switch (format) {
+        case RowFormat::fp32: return 4 * width;
+        case RowFormat::bf16: return 2 * width;
+        case RowFormat::fp8_latent:
+            TORCH_CHECK_VALUE(rank >= 0 && rank <= width, "latent rank ", rank, " of rows of ", width,
+                              " numbers: must be 0 to ", width);
+            return rank + (rank + LATENT_TILE - 1) / LATENT_TILE * 4 + 2 * (width - rank);
+        case RowFormat::mxfp8: return width + (width + MX_GROUP - 1) / MX_GROUP;
+    }
+    TORCH_CHECK_VALUE(false, "row format ", static_cast<int64_t>(format), ": must be 0 to 3 (kernels/quant/cpu.py)");
+}
+
 // Rows of one job in the pages of a pool: uint8 [pages, rows a page, row bytes] and the physical page of each logical one.
 struct Rows {
     const uint8_t* data;
@@ -144,9 +158,18 @@ struct Rows {
         : data(pages.const_data_ptr<uint8_t>()), table(table_.const_data_ptr<int64_t>()),
           page_stride(pages.stride(0)), page_rows(pages.size(1)), row_bytes(pages.size(2)), num_rows(num_rows_),
           width(width_), rank(rank_), format(static_cast<RowFormat>(format_)) {
-        check_rows_contiguous(pages, "pages");
-        TORCH_CHECK_VALUE(num_rows <= table_.numel() * page_rows, num_rows, " rows on ", table_.numel(), " pages of ",
-                          page_rows);
+        check_dim(pages, "pages", 3), check_rows_contiguous(pages, "pages"), check_contiguous(table_, "table");
+        TORCH_CHECK_VALUE(row_bytes == bytes_of_row(format, width, rank), "rows of ", row_bytes, " bytes in pages ",
+                          pages.sizes(), ": ", width, " numbers in this format take ", bytes_of_row(format, width, rank));
+        TORCH_CHECK_VALUE(num_rows >= 0 && num_rows <= table_.numel() * page_rows, num_rows, " rows on ", table_.numel(),
+                          " pages of ", page_rows, " rows: must be 0 to ", table_.numel() * page_rows);
+        const int64_t num_pages = num_rows ? (num_rows + page_rows - 1) / page_rows : 0, pool = pages.size(0);
+        const auto is_inside = [&](int64_t i) { return static_cast<uint64_t>(table[i]) < static_cast<uint64_t>(pool); };
+        bool are_inside = true;
+        for (int64_t i = 0; i < num_pages; ++i) are_inside &= is_inside(i);
+        for (int64_t i = 0; !are_inside && i < num_pages; ++i)
+            TORCH_CHECK_INDEX(is_inside(i), "page ", i, " of the table is ", table[i], ": the pool has pages 0 to ",
+                              pool - 1);
     }
 
     LP_INLINE const uint8_t* row(int64_t position) const {

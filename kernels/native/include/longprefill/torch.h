@@ -32,11 +32,33 @@ inline void check_fp32(const at::Tensor& x, const char* name) {
 
 // All but the first dim must lie close together; rows may be any distance apart (slices of a wider projection).
 inline void check_rows_contiguous(const at::Tensor& x, const char* name) {
+    if (x.numel() == 0) return;
     int64_t expected = 1;
     for (int64_t dim = x.dim() - 1; dim > 0; --dim) {
-        TORCH_CHECK_VALUE(x.size(dim) == 1 || x.stride(dim) == expected, name, " is not contiguous within its rows");
+        TORCH_CHECK_VALUE(x.size(dim) == 1 || x.stride(dim) == expected, name, " of shape ", x.sizes(), " has strides ",
+                          x.strides(), ": only its first dim may be strided, make it contiguous");
         expected *= x.size(dim);
     }
+}
+
+// A kernel reads by the sizes that it works out from its first operands: a smaller operand would be read past its end.
+inline void check_shape(const at::Tensor& x, const char* name, at::IntArrayRef wanted) {
+    TORCH_CHECK_VALUE(x.sizes() == wanted, name, " has shape ", x.sizes(), ": must be ", wanted);
+}
+
+inline void check_dim(const at::Tensor& x, const char* name, int64_t dim) {
+    TORCH_CHECK_VALUE(x.dim() == dim, name, " has shape ", x.sizes(), ": must have ", dim, " dims");
+}
+
+inline void check_contiguous(const at::Tensor& x, const char* name) {
+    TORCH_CHECK_VALUE(x.is_contiguous(), name, " of shape ", x.sizes(), " has strides ", x.strides(),
+                      ": make it contiguous");
+}
+
+// Of this shape and in one piece: what a kernel reads by one pointer.
+inline void check_whole(const at::Tensor& x, const char* name, at::IntArrayRef wanted) {
+    check_shape(x, name, wanted);
+    check_contiguous(x, name);
 }
 
 }  // namespace
