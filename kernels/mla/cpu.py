@@ -45,12 +45,12 @@ def sparse(
     """[T, H, R] in q's dtype: attention over selected rows (see `plain.sparse`).
 
     Raises:
-        ValueError: shapes that do not fit each other, or an index outside the cache.
+        ValueError: as `plain.sparse` does.
     """
     code = format_code(rows.format)
     if q_THL.dtype not in COMPILED_DTYPES or code is None:
         return plain.sparse(q_THL, rows, indices_TS, scale=scale, latent_rank=latent_rank)
-    plain.check_sparse(q_THL, rows, indices_TS, latent_rank=latent_rank)
+    plain.check_sparse(q_THL, rows, indices_TS, latent_rank=latent_rank, scale=scale)
     pages_NPB, table, num_rows = page_arguments(rows)
     return ops().mla_sparse(
         q_THL.contiguous(),
@@ -71,12 +71,12 @@ def dense(
     """[T, H, V] in q's dtype: causal attention over rows [0, start + t] (see `plain.dense`).
 
     Raises:
-        ValueError: shapes that do not fit each other, or fewer cached rows than the last query sees.
+        ValueError: as `plain.dense` does.
     """
     code = format_code(rows.format)
     if q_THQ.dtype not in COMPILED_DTYPES or code is None or len(q_THQ) == 0:
         return plain.dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
-    plain.check_dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start)
+    plain.check_dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
     if len(q_THQ) == 1:
         return _one_query(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
     if _expanding_op(q_THQ) is None:
@@ -98,10 +98,10 @@ def selected(
     keys, whichever is faster for this shape.
 
     Raises:
-        ValueError: shapes that do not fit each other, or an index outside the cache.
+        ValueError: as `plain.selected` does.
     """
     is_compiled = format_code(rows.format) is not None and _expanding_op(q_THQ) is not None
-    plain.check_dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start)
+    plain.check_selected(q_THQ, rows, indices_TS, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
     if is_compiled and len(q_THQ) > 1 and is_expanding_faster(q_THQ, indices_TS, w_uk_HNR, w_uv_HVR, start):
         return _expanded(q_THQ, rows, indices_TS, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
     return _absorbed(q_THQ, rows, indices_TS, w_uk_HNR, w_uv_HVR, scale=scale)

@@ -8,6 +8,7 @@ Both forms accumulate and take the softmax in fp32 (fp64 from fp64). README.md h
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -42,9 +43,9 @@ def sparse(
         reaches it, NaN included.
 
     Raises:
-        ValueError: shapes that do not fit each other, or an index outside the cache.
+        ValueError: shapes that do not fit each other, a scale that is not above 0, or an index outside the cache.
     """
-    check_sparse(q_THL, rows, indices_TS, latent_rank=latent_rank)
+    check_sparse(q_THL, rows, indices_TS, latent_rank=latent_rank, scale=scale)
     num_queries, num_heads, width = q_THL.shape
     out_THR = q_THL.new_zeros(num_queries, num_heads, latent_rank)
     if indices_TS.numel() == 0:
@@ -65,8 +66,9 @@ def sparse(
         rows_BSL = gather.read(indices_BS if all_keys else indices_BS.clamp(min=0), buffer)
         if not all_keys:
             rows_BSL.masked_fill_(~is_key_BS[..., None], 0)  # a weight of 0 would not silence a NaN
+        q_BHL = q_THL[begin : begin + block]
         out_BHL = functional.scaled_dot_product_attention(
-            q_THL[begin : begin + block, None],
+            q_BHL[:, None],
             rows_BSL[:, None],
             rows_BSL[
                 :, None
@@ -76,8 +78,21 @@ def sparse(
         )[:, 0]
         if not all_keys:
             out_BHL = out_BHL.masked_fill(~is_key_BS.any(1)[:, None, None], 0)
+        # Of numbers that are not finite torch's kernels make NaN or 0, by shape.
+        broken_B = ~torch.isfinite(rows_BSL.sum((1, 2), dtype=_precision(q_THL)) + q_BHL.sum((1, 2)))
+        if bool(broken_B.any()):
+            out_BHL[broken_B] = _by_formula(q_BHL[broken_B], rows_BSL[broken_B], is_key_BS[broken_B], scale)
         out_THR[begin : begin + block] = out_BHL[..., :latent_rank]
     return out_THR
+
+
+def _by_formula(q_BHL: torch.Tensor, rows_BSL: torch.Tensor, is_key_BS: torch.Tensor, scale: float) -> torch.Tensor:
+    """[B, H, L]: the softmax as it is written, for rows that are not finite; those of no key are 0. No key: zeros."""
+    precision = _precision(q_BHL)
+    wide_BSL = rows_BSL.to(precision)
+    logits_BHS = torch.bmm(q_BHL.to(precision), wide_BSL.mT).mul_(scale)
+    weights_BHS = logits_BHS.masked_fill_(~is_key_BS[:, None], -torch.inf).softmax(-1)
+    return torch.bmm(weights_BHS, wide_BSL).masked_fill_(~is_key_BS.any(1)[:, None, None], 0).to(q_BHL.dtype)
 
 
 def selected(
@@ -105,9 +120,10 @@ def selected(
         [T, H, V] in q's dtype. A query without a key gives zeros.
 
     Raises:
-        ValueError: shapes that do not fit each other, or an index outside the cache.
+        ValueError: shapes that do not fit each other, a scale that is not above 0, or an index of a row that its query
+            does not see.
     """
-    check_dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start)
+    check_selected(q_THQ, rows, indices_TS, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
     q_THL = absorbed(q_THQ, w_uk_HNR)
     return values_of(sparse(q_THL, rows, indices_TS, scale=scale, latent_rank=w_uk_HNR.shape[2]), w_uv_HVR)
 
@@ -141,9 +157,10 @@ def dense(
         [T, H, V] in q's dtype. A NaN row reaches only queries at or after it.
 
     Raises:
-        ValueError: shapes that do not fit each other, or fewer cached rows than the last query sees.
+        ValueError: shapes that do not fit each other, a scale that is not above 0, or fewer cached rows than the last
+            query sees.
     """
-    check_dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start)
+    check_dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
     num_queries, num_heads, _ = q_THQ.shape
     if num_queries == 0:  # torch's fused kernel ends the process when it has no query
         return q_THQ.new_empty(0, num_heads, w_uv_HVR.shape[1])
@@ -177,20 +194,24 @@ def dense(
     return state.weighted_HTV.div_(state.sum_HT[..., None]).transpose(0, 1).to(q_THQ.dtype)
 
 
-def check_sparse(q_THL: torch.Tensor, rows: PagedRows, indices_TS: torch.Tensor, *, latent_rank: int) -> None:
-    """ValueError unless queries, rows, indices and rank fit each other."""
-    num_queries, _, width = q_THL.shape
-    if width != rows.format.width or not 0 < latent_rank <= width or len(indices_TS) != num_queries:
+def check_sparse(
+    q_THL: torch.Tensor, rows: PagedRows, indices_TS: torch.Tensor, *, latent_rank: int, scale: float
+) -> None:
+    """ValueError unless queries, rows, indices, rank and scale fit each other."""
+    fits = q_THL.dim() == 3 and indices_TS.dim() == 2 and len(indices_TS) == len(q_THL)
+    width = rows.format.width
+    if not fits or q_THL.shape[2] != width or not 0 < latent_rank <= width:
         raise ValueError(
-            f"sparse attention of q {tuple(q_THL.shape)}, indices {tuple(indices_TS.shape)}, rows {rows.format.width} "
-            f"wide, latent_rank={latent_rank}: give q [T, heads, row width], indices [T, places], rank up to the width"
+            f"sparse attention of q {tuple(q_THL.shape)}, indices {tuple(indices_TS.shape)}, rows {width} wide, "
+            f"latent_rank={latent_rank}: give q [T, heads, row width], indices [T, places], rank up to the width"
         )
+    _check_scale(scale)
 
 
 def check_dense(
-    q_THQ: torch.Tensor, rows: PagedRows, w_uk_HNR: torch.Tensor, w_uv_HVR: torch.Tensor, *, start: int
+    q_THQ: torch.Tensor, rows: PagedRows, w_uk_HNR: torch.Tensor, w_uv_HVR: torch.Tensor, *, start: int, scale: float
 ) -> None:
-    """ValueError unless queries, rows and expansions fit each other and all visible rows are cached."""
+    """ValueError unless queries, rows, expansions and scale fit each other and all visible rows are cached."""
     num_queries, num_heads, query_width = q_THQ.shape
     nope, rank = w_uk_HNR.shape[1:]
     rope = rows.format.width - rank
@@ -203,6 +224,35 @@ def check_dense(
         raise ValueError(
             f"{rows.num_rows} cached rows, but the last query sees {start + num_queries}: write them first"
         )
+    _check_scale(scale)
+
+
+def check_selected(
+    q_THQ: torch.Tensor, rows: PagedRows, indices_TS: torch.Tensor, w_uk_HNR: torch.Tensor, w_uv_HVR: torch.Tensor,
+    *, start: int, scale: float,
+) -> None:  # fmt: skip
+    """ValueError unless `check_dense` holds and every query selects rows that it sees."""
+    check_dense(q_THQ, rows, w_uk_HNR, w_uv_HVR, start=start, scale=scale)
+    if indices_TS.dim() != 2 or len(indices_TS) != len(q_THQ):
+        raise ValueError(
+            f"attention of q {tuple(q_THQ.shape)} over indices {tuple(indices_TS.shape)}: give q [T, heads, N + P], "
+            "indices [T, places]"
+        )
+    if indices_TS.numel() == 0:
+        return
+    last_T = torch.arange(start, start + len(q_THQ), device=indices_TS.device)
+    beyond_T = indices_TS.amax(1) > last_T
+    if bool(beyond_T.any()):
+        query = int(beyond_T.nonzero()[0])
+        raise ValueError(
+            f"query {query} at position {start + query} selects row {int(indices_TS[query].max())}: "
+            f"select rows 0 to {start + query}, or -1 for none"
+        )
+
+
+def _check_scale(scale: float) -> None:
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale={scale}: the factor of the logits must be finite and above 0")
 
 
 class _Gather(NamedTuple):
@@ -268,11 +318,11 @@ class _Partial(NamedTuple):
 
 
 def _fold(state: _Partial, part: slice, new: _Partial) -> None:
-    """Joins attention over further keys into the state's queries `part`. The first block holds key 0, which every query
-    sees, so from then on no maximum is -inf unless a logit is."""
+    """Joins attention over further keys into the state's queries `part`."""
     old = _Partial(*(tensor[:, part] for tensor in state))
     max_HT = torch.maximum(old.max_HT, new.max_HT)
-    old_factor_HT, new_factor_HT = (old.max_HT - max_HT).exp_(), (new.max_HT - max_HT).exp_()
+    base_HT = _base(max_HT)
+    old_factor_HT, new_factor_HT = (old.max_HT - base_HT).exp_(), (new.max_HT - base_HT).exp_()
     old.sum_HT.mul_(old_factor_HT).addcmul_(new.sum_HT, new_factor_HT)
     old.weighted_HTV.mul_(old_factor_HT[..., None])
     old.weighted_HTV.addcmul_(new.weighted_HTV.to(old.weighted_HTV.dtype), new_factor_HT[..., None])
@@ -297,7 +347,7 @@ def _attend(
             positions = torch.arange(seen, device=q_HTQ.device)
             logits_HBK.masked_fill_(positions > positions[begin:, None], -torch.inf)
         max_HB1 = logits_HBK.amax(2, keepdim=True)
-        weights_HBK = logits_HBK.sub_(max_HB1).exp_()
+        weights_HBK = logits_HBK.sub_(_base(max_HB1)).exp_()
         result.max_HT[:, begin:end] = max_HB1[..., 0]
         result.sum_HT[:, begin:end] = weights_HBK.sum(2)
         result.weighted_HTV[:, begin:end] = torch.bmm(weights_HBK, v_HKV[:, :seen])
@@ -308,6 +358,9 @@ def _attend_fused(
     q_HTQ: torch.Tensor, k_HKQ: torch.Tensor, v_HKV: torch.Tensor, scale: float, *, is_causal: bool = False
 ) -> _Partial:
     """The same by the operator below scaled_dot_product_attention on a CPU: the public function hides the log-sum."""
+    if not bool(torch.isfinite(q_HTQ.sum() + k_HKQ.sum() + v_HKV.sum())):  # it would make NaN or 0 of them, by shape
+        precision = _precision(q_HTQ)
+        return _attend(q_HTQ.to(precision), k_HKQ.to(precision), v_HKV.to(precision), scale, is_causal=is_causal)
     value_width = v_HKV.shape[2]
     width = max(value_width, q_HTQ.shape[2])  # the operator wants keys and values equally wide
     out_1HTV, lse_1HT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -318,6 +371,11 @@ def _attend_fused(
         scale=scale,
     )
     return _Partial(lse_1HT[0], torch.ones_like(lse_1HT[0]), out_1HTV[0, ..., :value_width])
+
+
+def _base(max_HT: torch.Tensor) -> torch.Tensor:
+    """What logits are taken relative to: 0 where all so far are -inf, which then weigh 0 and not exp(-inf + inf)."""
+    return max_HT.masked_fill(max_HT == -torch.inf, 0.0)
 
 
 def _precision(x: torch.Tensor) -> torch.dtype:

@@ -355,15 +355,50 @@ def test_selected_lets_a_nan_row_reach_only_queries_that_select_it(backend: Any,
 
 
 @pytest.mark.parametrize("backend", BLOCKED)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [10, 12])
+@pytest.mark.parametrize(("query", "index"), [(1, 10), (0, 9), (0, 11), (1, 12), (1, 1 << 30), (0, (1 << 32) + 3)])
 @pytest.mark.usefixtures("form")
-def test_selected_refuses_an_index_outside_the_cache(backend: Any) -> None:
-    w_uk_HNR, w_uv_HVR = weights(3, torch.bfloat16)
-    indices_TS = torch.tensor([[0, 9], [1, 10]], dtype=torch.int32)
-    with pytest.raises(ValueError, match="index 10 of 10"):
-        backend.selected(
-            torch.zeros(2, 3, NOPE + ROPE, dtype=torch.bfloat16), paged(make_rows(10)), indices_TS, w_uk_HNR, w_uv_HVR,
-            start=8, scale=SCALE,
-        )  # fmt: skip
+def test_selected_refuses_an_index_that_its_query_does_not_see(
+    backend: Any, dtype: torch.dtype, num_rows: int, query: int, index: int
+) -> None:
+    expansions = weights(3, dtype)
+    indices_TS = torch.tensor([[0, -1, 8], [1, -1, 9]])
+    indices_TS[query, 1] = index
+    q_THQ = torch.zeros(2, 3, NOPE + ROPE, dtype=dtype)
+    rows = paged(make_rows(num_rows))
+    message = f"query {query} at position {8 + query} selects row {index}: select rows 0 to {8 + query}, or -1"
+    for number_type in (torch.int64, torch.int32) if index < 1 << 31 else (torch.int64,):
+        with pytest.raises(ValueError, match=message):
+            backend.selected(q_THQ, rows, indices_TS.to(number_type), *expansions, start=8, scale=SCALE)
+
+
+@pytest.mark.parametrize("backend", BLOCKED)
+@pytest.mark.usefixtures("form")
+def test_selected_refuses_indices_of_other_queries(backend: Any) -> None:
+    q_THQ, rows = torch.zeros(2, 3, NOPE + ROPE), paged(make_rows(10))
+    for shape in ((3, 4), (2,), (1, 4), (2, 2, 2)):
+        with pytest.raises(ValueError, match=r"give q \[T, heads, .*indices \[T, places\]"):
+            backend.selected(
+                q_THQ, rows, torch.zeros(shape, dtype=torch.int32), *weights(3, torch.float32), start=8, scale=SCALE
+            )
+
+
+@pytest.mark.parametrize("backend", BLOCKED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [-0.2, 0.0, torch.nan, torch.inf])
+@pytest.mark.usefixtures("form")
+def test_refuses_a_scale_that_is_not_positive(backend: Any, dtype: torch.dtype, scale: float) -> None:
+    rows, expansions = paged(make_rows(10)), weights(3, dtype)
+    q_THQ, q_THL = torch.zeros(2, 3, NOPE + ROPE, dtype=dtype), torch.zeros(2, 3, RANK + ROPE, dtype=dtype)
+    indices_TS = torch.zeros(2, 4, dtype=torch.int32)
+    for run in (
+        lambda: backend.dense(q_THQ, rows, *expansions, start=8, scale=scale),
+        lambda: backend.selected(q_THQ, rows, indices_TS, *expansions, start=8, scale=scale),
+        lambda: backend.sparse(q_THL, rows, indices_TS, scale=scale, latent_rank=RANK),
+    ):
+        with pytest.raises(ValueError, match=f"scale={scale}: .* above 0"):
+            run()
 
 
 @pytest.mark.parametrize("backend", BLOCKED)

@@ -11,6 +11,7 @@ TOLERANCES: dict[tuple[str, torch.dtype], float] = {
     ("indexer.scores", torch.float32): 1e-6,
     ("kpool", torch.float32): 1e-6,
     ("kpool", torch.float64): 1e-14,
+    ("mla.selected", torch.float64): 1e-12,
     ("mla.selected", torch.float32): 1e-6,
     ("mla.selected", torch.bfloat16): 6e-3,
     ("mla.sparse", torch.float64): 1e-14,

@@ -171,7 +171,7 @@ private:
         float total = 0.0f;
         if (max == NONE) {
             max = highest(logits, seen, factor);
-            weigh(logits, seen, used, factor, max, weights, total);
+            weigh(logits, seen, used, factor, base_of(max), weights, total);
         } else {  // a logit rarely passes the maximum so far: try with it
             const float top = weigh(logits, seen, used, factor, max, weights, total);
             if (top > max + MARGIN) {
@@ -194,10 +194,10 @@ private:
         return _mm512_reduce_max_ps(top);
     }
 
-    // Weights relative to `max`, their sum, and the highest logit.
-    LP_INLINE static float weigh(const float* logits, const Seen& seen, int64_t used, float factor, float max,
+    // Weights relative to `base`, their sum, and the highest logit.
+    LP_INLINE static float weigh(const float* logits, const Seen& seen, int64_t used, float factor, float base,
                                  Bf16* weights, float& total) {
-        const __m512 scale = _mm512_set1_ps(factor), shift = _mm512_set1_ps(-max);
+        const __m512 scale = _mm512_set1_ps(factor), shift = _mm512_set1_ps(-base);
         __m512 top[2] = {_mm512_set1_ps(NONE), _mm512_set1_ps(NONE)}, sums[2] = {};
         int64_t k = 0;
         for (; seen.selected == nullptr && k + 32 <= seen.count; k += 32) {
@@ -221,7 +221,7 @@ private:
             _mm512_storeu_si512(weights + k, to_bf16(some[0], some[1]));
         }
         total = _mm512_reduce_add_ps(_mm512_add_ps(sums[0], sums[1]));
-        return _mm512_reduce_max_ps(_mm512_max_ps(top[0], top[1])) + max;
+        return _mm512_reduce_max_ps(_mm512_max_ps(top[0], top[1])) + base;
     }
 
     // The product with values of which some are not finite: weight 0 would not silence them. Number by number.
@@ -277,10 +277,10 @@ Buffer<uint8_t> mask_bits(const at::Tensor& indices, int64_t num_keys, int64_t r
 at::Tensor mla_expanded(const at::Tensor& q, const at::Tensor& pages, const at::Tensor& table, int64_t num_rows,
                      int64_t format, int64_t format_rank, const at::Tensor& w_uk, const at::Tensor& w_uv,
                      const std::optional<at::Tensor>& indices, int64_t start, double scale, int64_t state_bytes) {
-    TORCH_CHECK_VALUE(q.is_contiguous(), "q must be contiguous");
-    for (const at::Tensor& expansion : {w_uk, w_uv})  // heads may be apart: both are parts of one weight
-        TORCH_CHECK_VALUE(expansion.stride(2) == 1 && expansion.stride(1) == expansion.size(2),
-                          "a head's expansion must be contiguous");
+    check_dim(q, "q", 3), check_contiguous(q, "q");
+    check_rows_contiguous(w_uk, "w_uk"), check_rows_contiguous(w_uv, "w_uv");  // heads may be apart: parts of one weight
+    check_shape(w_uk, "w_uk", {q.size(1), w_uk.size(1), w_uk.size(2)});
+    check_shape(w_uv, "w_uv", {q.size(1), w_uv.size(1), w_uk.size(2)});
     MlaShape shape{};
     shape.queries = q.size(0), shape.heads = q.size(1), shape.start = start;
     shape.nope = w_uk.size(1), shape.rank = w_uk.size(2), shape.value = w_uv.size(1);
@@ -296,7 +296,7 @@ at::Tensor mla_expanded(const at::Tensor& q, const at::Tensor& pages, const at::
     Mask mask{nullptr, padded(shape.num_keys(), KEYS) / 8};
     Buffer<uint8_t> bits;
     if (indices) {
-        TORCH_CHECK_VALUE(indices->is_contiguous() && indices->size(0) == shape.queries, "indices must be [T, S]");
+        check_whole(*indices, "indices", {shape.queries, indices->size(1)});
         bits = mask_bits(*indices, shape.num_keys(), mask.row_bytes);
         mask.bits = bits.get();
     }
@@ -329,15 +329,17 @@ at::Tensor mla_expanded(const at::Tensor& q, const at::Tensor& pages, const at::
                 }
             });
         }
-        for (int64_t t = 0; t < shape.queries; ++t)
+        for (int64_t t = 0; t < shape.queries; ++t) {
+            const bool sees = sees_some(indices, t);
             for (int64_t h = begin; h < end; ++h) {
                 const int64_t at = (h - begin) * shape.padded_queries + t;
-                const Vec share = splat(sums.sum[at] == 0.0f ? 0.0f : 1.0f / sums.sum[at]);  // nothing selected: zeros
+                const Vec share = splat(sees ? 1.0f / sums.sum[at] : 0.0f);
                 for_each_vector(shape.value, [&](int64_t c, int size) {
                     store_some(out_data + (t * shape.heads + h) * shape.value + c,
                                load(sums.out.get() + at * shape.padded_value + c) * share, size);
                 });
             }
+        }
     }
     return out;
 }

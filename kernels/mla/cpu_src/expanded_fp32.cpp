@@ -153,26 +153,24 @@ public:
         }
         float* out = sums.out + stripe * shape_.padded_value() * STRIPE;
         const bool all_see = selected == nullptr && key + used <= first + 1;
+        // Which of the queries [lane, lane + LANES) see key k.
+        const auto before = [&](int64_t k, int64_t lane) __attribute__((always_inline)) -> IntVec {
+            return static_cast<int32_t>(k) <= lane_numbers() + static_cast<int32_t>(first - key + lane);
+        };
+        const auto chosen = [&](int64_t k, int64_t lane) __attribute__((always_inline)) -> IntVec {
+            return (static_cast<int32_t>(selected[k] >> lane) & (1 << lane_numbers())) != 0;
+        };
 #pragma GCC unroll 4
         for (int64_t lane = 0; lane < STRIPE; lane += LANES) {
             float *max = sums.max + stripe * STRIPE + lane, *sum = sums.sum + stripe * STRIPE + lane;
             if (all_see) soften(lane, used, scale, [](int64_t, Vec x) { return x; }, max, sum, out);
-            else {
-                const IntVec last = lane_numbers() + static_cast<int32_t>(first - key + lane);
-                if (selected == nullptr)
-                    soften(lane, used, scale,
-                           [&](int64_t k, Vec x) { return static_cast<int32_t>(k) <= last ? x : splat(NONE); }, max, sum,
-                           out);
-                else
-                    soften(lane, used, scale,
-                           [&](int64_t k, Vec x) {
-                               const IntVec bits = static_cast<int32_t>(selected[k] >> lane) & (1 << lane_numbers());
-                               return bits != 0 ? x : splat(NONE);
-                           },
-                           max, sum, out);
-            }
+            else if (selected == nullptr)
+                soften(lane, used, scale, [&](int64_t k, Vec x) { return before(k, lane) ? x : splat(NONE); }, max, sum, out);
+            else
+                soften(lane, used, scale, [&](int64_t k, Vec x) { return chosen(k, lane) ? x : splat(NONE); }, max, sum, out);
         }
-        if (!has_finite_values_ && !all_see) return add_weighed_only(used, out);
+        if (!has_finite_values_ && !all_see)
+            return selected == nullptr ? add_seen_only(used, before, out) : add_seen_only(used, chosen, out);
         for (int64_t v = 0; v < shape_.padded_value(); v += STRIPE_ROWS) {
             StripeTile tile;
             tile.load_from(out + v * STRIPE, STRIPE);
@@ -197,12 +195,10 @@ private:
         const Vec factor = splat(scale), before = load(max_at);
         Vec highest = before;
         for (int64_t k = 0; k < used; ++k) highest = max(seen(k, load(weights + k * STRIPE) * factor), highest);
-        // Nothing seen yet, or only -inf: exp(-inf - -inf) would be NaN for nothing to scale.
-        const Vec decay = before == highest ? splat(1.0f) : exp(before - highest);
+        const Vec decay = before == highest ? splat(1.0f) : exp(before - highest), base = base_of(highest);
         Vec total = load(sum_at) * decay;
         for (int64_t k = 0; k < used; ++k) {
-            const Vec logit = seen(k, load(weights + k * STRIPE) * factor);
-            const Vec weight = logit == NONE ? Vec{} : exp(logit - highest);
+            const Vec weight = exp(seen(k, load(weights + k * STRIPE) * factor) - base);
             total += weight;
             store(weights + k * STRIPE, weight);
         }
@@ -217,14 +213,14 @@ private:
     }
 
     // The product with values of which some are not finite: weight 0 would not silence them.
-    void add_weighed_only(int64_t used, float* out) {
+    template <typename Sees>
+    LP_NOINLINE void add_seen_only(int64_t used, Sees sees, float* out) const {
         for (int64_t v = 0; v < shape_.padded_value(); ++v)
             for (int64_t k = 0; k < used; ++k)
                 for (int64_t lane = 0; lane < STRIPE; lane += LANES) {
-                    const Vec weight = load(weights_.get() + k * STRIPE + lane);
-                    const Vec product = weight * values_[v * KEYS + k];
+                    const Vec product = load(weights_.get() + k * STRIPE + lane) * values_[v * KEYS + k];
                     float* to = out + v * STRIPE + lane;
-                    store(to, load(to) + (weight == 0.0f ? Vec{} : product));
+                    store(to, load(to) + (sees(k, lane) ? product : Vec{}));
                 }
     }
 
@@ -235,8 +231,9 @@ private:
 
 template <typename T>
 void attend_expanded(const StripeShape& shape, const at::Tensor& q, const Rows& rows, const at::Tensor& w_uk,
-                     const at::Tensor& w_uv, const Selection& selection, double scale, int64_t state_bytes,
+                     const at::Tensor& w_uv, const std::optional<at::Tensor>& indices, double scale, int64_t state_bytes,
                      at::Tensor& out) {
+    const Selection selection = indices ? selection_of(*indices, shape) : Selection{};
     const T *q_data = q.const_data_ptr<T>(), *w_uk_data = w_uk.const_data_ptr<T>(), *w_uv_data = w_uv.const_data_ptr<T>();
     T* out_data = out.mutable_data_ptr<T>();
     const int64_t lanes = shape.stripes() * STRIPE, state = lanes * shape.padded_value();
@@ -268,7 +265,7 @@ void attend_expanded(const StripeShape& shape, const at::Tensor& q, const Rows& 
         }
         for (int64_t h = begin; h < end; ++h)
             for (int64_t t = 0; t < shape.queries; ++t) {
-                const float total = sums[(h - begin) * lanes + t], share = total == 0.0f ? 0.0f : 1.0f / total;
+                const float share = sees_some(indices, t) ? 1.0f / sums[(h - begin) * lanes + t] : 0.0f;
                 const float* from = outs.get() + (h - begin) * state + t / STRIPE * STRIPE * shape.padded_value() + t % STRIPE;
                 T* to = out_data + (t * shape.heads + h) * shape.value;
                 for (int64_t v = 0; v < shape.value; ++v) to[v] = T(from[v * STRIPE] * share);
@@ -281,25 +278,21 @@ void attend_expanded(const StripeShape& shape, const at::Tensor& q, const Rows& 
 at::Tensor mla_expanded_fp32(const at::Tensor& q, const at::Tensor& pages, const at::Tensor& table, int64_t num_rows,
                              int64_t format, int64_t format_rank, const at::Tensor& w_uk, const at::Tensor& w_uv,
                              const std::optional<at::Tensor>& indices, int64_t start, double scale, int64_t state_bytes) {
-    TORCH_CHECK_VALUE(q.is_contiguous(), "q must be contiguous");
-    for (const at::Tensor& expansion : {w_uk, w_uv}) {  // heads may be apart: both are parts of one weight
-        TORCH_CHECK_VALUE(expansion.stride(2) == 1 && expansion.stride(1) == expansion.size(2),
-                          "a head's expansion must be contiguous");
-        TORCH_CHECK_VALUE(expansion.scalar_type() == q.scalar_type(), "queries and expansions must have one dtype");
-    }
+    check_dim(q, "q", 3), check_contiguous(q, "q");
+    check_rows_contiguous(w_uk, "w_uk"), check_rows_contiguous(w_uv, "w_uv");  // heads may be apart: parts of one weight
+    check_shape(w_uk, "w_uk", {q.size(1), w_uk.size(1), w_uk.size(2)});
+    check_shape(w_uv, "w_uv", {q.size(1), w_uv.size(1), w_uk.size(2)});
+    TORCH_CHECK_VALUE(w_uk.scalar_type() == q.scalar_type() && w_uv.scalar_type() == q.scalar_type(), "q is ",
+                      q.scalar_type(), ", w_uk ", w_uk.scalar_type(), ", w_uv ", w_uv.scalar_type(), ": give one dtype");
     StripeShape shape{};
     shape.queries = q.size(0), shape.heads = q.size(1), shape.start = start;
     shape.nope = w_uk.size(1), shape.rank = w_uk.size(2), shape.value = w_uv.size(1);
     shape.rope = q.size(2) - shape.nope;
     const Rows rows(pages, table, num_rows, shape.rank + shape.rope, format_rank, format);
-    Selection selection;
-    if (indices) {
-        TORCH_CHECK_VALUE(indices->is_contiguous() && indices->size(0) == shape.queries, "indices must be [T, S]");
-        selection = selection_of(*indices, shape);
-    }
+    if (indices) check_whole(*indices, "indices", {shape.queries, indices->size(1)});
     at::Tensor out = at::empty({shape.queries, shape.heads, shape.value}, q.options());
     for_float_type(q, "q", [&](auto* type) {
-        attend_expanded<std::remove_pointer_t<decltype(type)>>(shape, q, rows, w_uk, w_uv, selection, scale, state_bytes, out);
+        attend_expanded<std::remove_pointer_t<decltype(type)>>(shape, q, rows, w_uk, w_uv, indices, scale, state_bytes, out);
     });
     return out;
 }

@@ -90,12 +90,11 @@ private:
         const Vec factor = splat(scale), before = load(max_.get() + h);
         Vec highest = before;
         for (int64_t i = 0; i < count; ++i) highest = max(load(weights_.get() + i * padded_heads_ + h) * factor, highest);
-        // No maximum yet, or every logit so far is -inf: exp(-inf - -inf) would be NaN for nothing to scale.
-        const Vec decay = before == highest ? splat(1.0f) : exp(before - highest);
+        const Vec decay = before == highest ? splat(1.0f) : exp(before - highest), base = base_of(highest);
         Vec total = load(sum_.get() + h) * decay;
         for (int64_t i = 0; i < count; ++i) {
             float* at = weights_.get() + i * padded_heads_ + h;
-            const Vec weight = exp(load(at) * factor - highest);
+            const Vec weight = exp(load(at) * factor - base);
             total += weight;
             store(at, weight);
         }
@@ -226,24 +225,22 @@ private:
     void soften(int64_t h, int64_t count, float scale) {
         const __m512 factor = _mm512_set1_ps(scale);
         const float* logits = logits_.get() + h;
-        __m512 highest = _mm512_set1_ps(NONE), lowest = _mm512_set1_ps(-NONE);
-        for (int64_t i = 0; i < count; ++i) {
-            const __m512 x = _mm512_loadu_ps(logits + i * padded_heads_);
-            highest = _mm512_max_ps(x, highest), lowest = _mm512_min_ps(x, lowest);
-        }
-        highest = _mm512_mul_ps(scale < 0 ? lowest : highest, factor);
+        __m512 highest = _mm512_set1_ps(NONE);
+        for (int64_t i = 0; i < count; ++i)
+            highest = _mm512_max_ps(_mm512_loadu_ps(logits + i * padded_heads_), highest);
+        highest = _mm512_mul_ps(highest, factor);
         const __m512 before = _mm512_loadu_ps(max_.get() + h);
         const __mmask16 moves = _mm512_cmp_ps_mask(highest, _mm512_add_ps(before, _mm512_set1_ps(MARGIN)), _CMP_GT_OQ);
-        __m512 base = before, total = _mm512_loadu_ps(sum_.get() + h);
+        __m512 max = before, total = _mm512_loadu_ps(sum_.get() + h);
         if (moves) {
-            base = _mm512_mask_mov_ps(before, moves, highest);
+            max = _mm512_mask_mov_ps(before, moves, highest);
             const __m512 decay = _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), moves,
                                                     power_of_two(_mm512_sub_ps(before, highest)));
             total = _mm512_mul_ps(total, decay);
-            _mm512_storeu_ps(max_.get() + h, base);
+            _mm512_storeu_ps(max_.get() + h, max);
             if (has_output_) scale_output(h, moves, decay);
         }
-        const __m512 shift = _mm512_sub_ps(_mm512_setzero_ps(), base);
+        const __m512 shift = _mm512_sub_ps(_mm512_setzero_ps(), (__m512)base_of((Vec)max));
         for (int64_t block = 0; block < BLOCK; block += 32) {
             __m512i pairs[16];
             for (int pair = 0; pair < 16; ++pair) {
@@ -319,7 +316,8 @@ void attend(const at::Tensor& q, const Rows& rows, const at::Tensor& indices, do
 // [T, H, R] in q's dtype. q [T, H, R + P] fp32 or bf16, indices int32 [T, S]; `format_rank` is the FP8 format's own.
 at::Tensor mla_sparse(const at::Tensor& q, const at::Tensor& pages, const at::Tensor& table, int64_t num_rows,
                       int64_t format, int64_t format_rank, const at::Tensor& indices, double scale, int64_t rank) {
-    TORCH_CHECK_VALUE(q.is_contiguous() && indices.is_contiguous(), "q and indices must be contiguous");
+    check_dim(q, "q", 3), check_contiguous(q, "q"), check_dim(indices, "indices", 2);
+    check_whole(indices, "indices", {q.size(0), indices.size(1)});
     const Rows rows(pages, table, num_rows, q.size(2), format_rank, format);
     at::Tensor out = at::empty({q.size(0), q.size(1), rank}, q.options());
     at::parallel_for(0, q.size(0), 1, [&](int64_t first, int64_t last) {
