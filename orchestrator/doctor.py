@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -90,17 +91,19 @@ def _compiler() -> str | None:
 
 def _compiled() -> dict[str, Any]:
     """The library of compiled kernels of this process: which, from where, or why not. Builds it if it is not there."""
-    reason = library.refusal("cpu")
-    folder = None
-    try:
+    reason, path, folder = library.refusal("cpu"), None, None
+    with contextlib.suppress(BuildError):  # a ready library may come from a folder that cannot be written
         folder = str(cache_folder())
-    except BuildError as error:
-        reason = reason or str(error)
+    if reason is None:
+        try:
+            path = str(build(library.active_isa()))
+        except BuildError as error:
+            reason = str(error)
     return {
         "isa": library.active_isa(),
         "supported_isas": list(supported_isas()),
         "forced_isa": os.environ.get(VARIABLE) or None,
-        "library": None if reason else str(build(library.active_isa())),
+        "library": path,
         "cache": folder,
         "reason": reason or "",
     }

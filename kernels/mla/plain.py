@@ -50,8 +50,6 @@ def sparse(
     out_THR = q_THL.new_zeros(num_queries, num_heads, latent_rank)
     if indices_TS.numel() == 0:
         return out_THR
-    if int(indices_TS.max()) >= rows.num_rows:
-        raise ValueError(f"index {int(indices_TS.max())} of {rows.num_rows} cached rows: select only cached positions")
     block = max(1, GATHER_BYTES // (indices_TS.shape[1] * width * q_THL.dtype.itemsize))
     gather = _Gather.plan(rows, q_THL.dtype, num_reads=indices_TS.numel())
     buffer = q_THL.new_empty(min(block, num_queries) * indices_TS.shape[1], width)
@@ -197,7 +195,7 @@ def dense(
 def check_sparse(
     q_THL: torch.Tensor, rows: PagedRows, indices_TS: torch.Tensor, *, latent_rank: int, scale: float
 ) -> None:
-    """ValueError unless queries, rows, indices, rank and scale fit each other."""
+    """ValueError unless queries, rows, indices, rank and scale fit each other and all selected rows are cached."""
     fits = q_THL.dim() == 3 and indices_TS.dim() == 2 and len(indices_TS) == len(q_THL)
     width = rows.format.width
     if not fits or q_THL.shape[2] != width or not 0 < latent_rank <= width:
@@ -206,6 +204,8 @@ def check_sparse(
             f"latent_rank={latent_rank}: give q [T, heads, row width], indices [T, places], rank up to the width"
         )
     _check_scale(scale)
+    if indices_TS.numel() and int(indices_TS.max()) >= rows.num_rows:
+        raise ValueError(f"index {int(indices_TS.max())} of {rows.num_rows} cached rows: select only cached positions")
 
 
 def check_dense(

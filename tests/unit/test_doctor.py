@@ -11,6 +11,7 @@ import pytest
 
 from longprefill.kernels.backends import OPS
 from longprefill.kernels.native import library
+from longprefill.kernels.native.build import build
 from longprefill.kernels.native.isa import IsaError, supported_isas
 from longprefill.orchestrator import doctor
 
@@ -119,6 +120,7 @@ def test_a_cache_that_cannot_be_written_is_told(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("LONGPREFILL_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr("longprefill.orchestrator.doctor.build", build)
     compiled = diagnosed(capsys)["compiled"]
     assert compiled["cache"] is None
     assert compiled["library"] is None
