@@ -77,7 +77,7 @@ def sparse(
         if not all_keys:
             out_BHL = out_BHL.masked_fill(~is_key_BS.any(1)[:, None, None], 0)
         # Of numbers that are not finite torch's kernels make NaN or 0, by shape.
-        broken_B = ~torch.isfinite(rows_BSL.sum((1, 2), dtype=_precision(q_THL)) + q_BHL.sum((1, 2)))
+        broken_B = ~torch.isfinite(_sum(rows_BSL, (1, 2)) + _sum(q_BHL, (1, 2)))
         if bool(broken_B.any()):
             out_BHL[broken_B] = _by_formula(q_BHL[broken_B], rows_BSL[broken_B], is_key_BS[broken_B], scale)
         out_THR[begin : begin + block] = out_BHL[..., :latent_rank]
@@ -183,7 +183,7 @@ def dense(
         if last < num_queries:
             _fold(state, slice(last, num_queries), attend(q_HTQ[:, last:], k_HKQ, v_HKV, scale))
         # Weight 0 times a NaN value is NaN: a block with non-finite rows is cut to each query's own view.
-        size = 1 if not bool(torch.isfinite(k_HKQ.sum() + v_HKV.sum())) else last - first
+        size = 1 if not bool(torch.isfinite(_sum(k_HKQ) + _sum(v_HKV))) else last - first
         for query in range(first, last, size):
             part = slice(query, query + size)
             seen = query + size - first
@@ -358,7 +358,7 @@ def _attend_fused(
     q_HTQ: torch.Tensor, k_HKQ: torch.Tensor, v_HKV: torch.Tensor, scale: float, *, is_causal: bool = False
 ) -> _Partial:
     """The same by the operator below scaled_dot_product_attention on a CPU: the public function hides the log-sum."""
-    if not bool(torch.isfinite(q_HTQ.sum() + k_HKQ.sum() + v_HKV.sum())):  # it would make NaN or 0 of them, by shape
+    if not bool(torch.isfinite(_sum(q_HTQ) + _sum(k_HKQ) + _sum(v_HKV))):  # it would make NaN or 0 of them, by shape
         precision = _precision(q_HTQ)
         return _attend(q_HTQ.to(precision), k_HKQ.to(precision), v_HKV.to(precision), scale, is_causal=is_causal)
     value_width = v_HKV.shape[2]
@@ -376,6 +376,11 @@ def _attend_fused(
 def _base(max_HT: torch.Tensor) -> torch.Tensor:
     """What logits are taken relative to: 0 where all so far are -inf, which then weigh 0 and not exp(-inf + inf)."""
     return max_HT.masked_fill(max_HT == -torch.inf, 0.0)
+
+
+def _sum(x: torch.Tensor, dims: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Finite only where all numbers are; the cheapest test of it. fp16 alone needs a wider sum: its own overflows."""
+    return x.sum(dims, dtype=torch.float32 if x.dtype == torch.float16 else None)
 
 
 def _precision(x: torch.Tensor) -> torch.dtype:

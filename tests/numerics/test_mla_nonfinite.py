@@ -24,7 +24,6 @@ from .test_mla import NOPE, RANK, ROPE, SCALE, choose, make_rows, weights
 from .tolerances_dsa import assert_close
 
 BACKENDS = [
-    pytest.param(reference, id="reference"),
     pytest.param(plain, id="plain"),
     *compiled_backends("mla"),
 ]
@@ -210,7 +209,7 @@ def test_sparse_with_broken_rows_and_places_without_a_key(
     assert_same(actual, expected, op="mla.sparse")
 
 
-@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=40)
 @given(
     num_queries=st.integers(2, 60),
