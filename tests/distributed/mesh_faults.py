@@ -197,10 +197,14 @@ def scale_of_the_latent(only: OnlyIn) -> None:
 
 
 def index_rows_of_another_rank(only: OnlyIn) -> None:
-    """Selections of the TP ranks change places."""
+    """The second half of the queries takes the selections of the first: attention would refuse rows that come later."""
+
+    def shifted(chosen_TS: torch.Tensor) -> torch.Tensor:
+        half = len(chosen_TS) // 2
+        return torch.cat((chosen_TS[: len(chosen_TS) - half], chosen_TS[:half]))
 
     def make(choose: Callable[..., list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
-        return lambda *args: [chosen.flip(0) for chosen in choose(*args)]
+        return lambda *args: [shifted(chosen_TS) for chosen_TS in choose(*args)]
 
     only.wrap(Indexer, "choose", make)
 
