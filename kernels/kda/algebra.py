@@ -12,6 +12,9 @@ import torch
 from longprefill.kernels.contracts import Summary
 from longprefill.kernels.shapes import check_shape
 
+SLOW_LOG_DECAY = -0.35
+"""Channels that decay by less, in logarithms, keep their state and add a small change to it (`split_decay`)."""
+
 
 def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
     """fp64 if any input is fp64, else fp32: bf16 and fp16 inputs are computed in fp32."""
@@ -41,9 +44,6 @@ def check_gate(x_TGK: torch.Tensor, a_log_G: torch.Tensor, dt_bias_GK: torch.Ten
 def decay_slope(a_log_G: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """exp(A_log) of the gates, finite: an infinite one times 0 would be NaN."""
     return a_log_G.to(dtype).exp().clamp_(max=torch.finfo(dtype).max)
-
-
-SLOW_LOG_DECAY = -0.35
 
 
 def split_decay(log_decay: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
